@@ -98,8 +98,8 @@ def drawn(rows: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    given = sys.argv[1:] if argv is None else argv
-    source, target = [*given, *("benchmarks/results/cpu.json", "docs/head.svg")[len(given) :]]
+    args = sys.argv[1:] if argv is None else argv
+    source, target = [*args, *("benchmarks/results/cpu.json", "docs/head.svg")[len(args) :]]
     Path(target).write_text(drawn(json.loads(Path(source).read_text())["rows"]))
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Found, Loss, loss_of, reason, step, with_grad
+from benchmarks.measure import ByContender, Loss, loss_of, reason, step, with_grad
 from benchmarks.workloads import Workload
 from grpo_kernels import Reference, reference
 
@@ -92,8 +92,8 @@ def agree(result: Sequence[float], expected: Sequence[float], dtype: torch.dtype
     )
 
 
-def wrong_in_full(found: Found, dtype: torch.dtype) -> set[str]:
-    """Returns those whose loss or gradient norms are not the median of all."""
-    results = {k: x["results"] for k, x in found.items() if x["status"] == "ok" and "results" in x}
+def wrong_in_full(rows: ByContender, dtype: torch.dtype) -> set[str]:
+    """Returns the contenders whose loss or gradient norms are not the median of all."""
+    results = {k: x["results"] for k, x in rows.items() if x["status"] == "ok" and "results" in x}
     expected = [statistics.median(x) for x in zip(*chain(*results.values()), strict=True)]
     return {k for k, steps in results.items() if not all(agree(x, expected, dtype) for x in steps)}

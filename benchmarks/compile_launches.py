@@ -135,22 +135,22 @@ def pair_launches() -> None:
     """Launches the kernels on two models' logits, with options on both and on none."""
     rows, targets, column = 2, torch.zeros(2, dtype=torch.int64), torch.ones(2)
     transforms = [(x, x) for x in (LogitTransform(), LogitTransform(1.0, 30.0, column))]
-    for (own, other), V in itertools.product(transforms, VOCABULARIES):
+    for (policy, other), V in itertools.product(transforms, VOCABULARIES):
         logits = padded(rows, V, torch.float32)
         stats = PairStats.empty(logits)
         divergences = [x() for x in DIVERGENCES.values()]
         in_sweep = [None, *(x for x in divergences if x.one_sweep)]
         for x, invariant in itertools.product(in_sweep, (False, True)):
             triton_pairs.pair_stats(
-                logits, logits, targets, own, other, stats, divergence=x, invariant=invariant
+                logits, logits, targets, policy, other, stats, divergence=x, invariant=invariant
             )
-        of_policy = (None, RowGrads(*[column] * 3), RowGrads(*[column] * 5))
-        for x, grads in itertools.product(divergences, of_policy):
-            triton_pairs.divergences(logits, logits, own, other, stats, divergence=x)
+        policy_grads = (None, RowGrads(*[column] * 3), RowGrads(*[column] * 5))
+        for x, grads in itertools.product(divergences, policy_grads):
+            triton_pairs.divergences(logits, logits, policy, other, stats, divergence=x)
             for dtype in (torch.float32, torch.bfloat16):
                 out = padded(rows, V, dtype)
                 triton_pairs.pair_grads_(
-                    logits, logits, targets, own, other, stats, grads, column, out, divergence=x
+                    logits, logits, targets, policy, other, stats, grads, column, out, divergence=x
                 )
 
 
@@ -161,10 +161,10 @@ def gemm_launches() -> set[KernelLaunch]:
     exps, out = padded(rows, V, torch.bfloat16), TokenStats.empty(hidden, entropy=True, total=True)
     targets, launches = torch.zeros(rows, dtype=torch.int64), set()
     for major, tile in ((x, tile) for x, tiles in exp_gemm.TILES.items() for tile in tiles):
-        of_tile = recorded(
+        tile_launches = recorded(
             partial(exp_gemm.exp_gemm, hidden, weight, targets, exps, out, tile=tile)
         )
-        launches |= {replace(x, archs=GEMM_ARCHS[major]) for x in of_tile}
+        launches |= {replace(x, archs=GEMM_ARCHS[major]) for x in tile_launches}
     return {x for x in launches if x.kernel != "entry_dots_kernel"}
 
 
@@ -184,8 +184,8 @@ def entry_launches() -> None:
 
 
 def some_entries(count: int = 5) -> Entries:
-    of_entry, of_token = torch.zeros(count, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-    return Entries(of_entry, of_entry, of_token, of_token[1:], of_entry)
+    per_entry, per_token = torch.zeros(count, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    return Entries(per_entry, per_entry, per_token, per_token[1:], per_entry)
 
 
 def sum_entries(entries: Entries, rows: torch.Tensor, dtype: torch.dtype) -> None:
@@ -244,7 +244,7 @@ def sample(launches: list[KernelLaunch]) -> list[KernelLaunch]:
     by_kernel: dict[str, list[KernelLaunch]] = defaultdict(list)
     for launch in launches:
         by_kernel[launch.kernel].append(launch)
-    chosen = {launch for of_kernel in by_kernel.values() for launch in _covering(of_kernel)}
+    chosen = {launch for group in by_kernel.values() for launch in _covering(group)}
     return sorted(chosen | set(filter(_takes_most_registers, launches)), key=repr)
 
 
@@ -258,14 +258,14 @@ def _takes_most_registers(launch: KernelLaunch) -> bool:
 
 def _covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
     """Greedily covers all pairs; of launches that cover as many, that with more switched on."""
-    left = {launch: _pairs(launch) for launch in launches}
+    uncovered = {launch: _pairs(launch) for launch in launches}
     on = {x: sum(value is True for _, value in x.constants) for x in launches}
     chosen = []
-    while any(left.values()):
-        best = max(left, key=lambda x: (len(left[x]), on[x], repr(x)))
-        covered = left.pop(best)
+    while any(uncovered.values()):
+        best = max(uncovered, key=lambda x: (len(uncovered[x]), on[x], repr(x)))
+        covered = uncovered.pop(best)
         chosen.append(best)
-        left = {launch: pairs - covered for launch, pairs in left.items()}
+        uncovered = {launch: pairs - covered for launch, pairs in uncovered.items()}
     return chosen
 
 

@@ -83,7 +83,7 @@ ARCHITECTURES = {
 # them an innermost loop may use one, once.
 MOST_STACK = 40
 MOST_SPILLED_IN_LOOPS = 2
-# What `--full` compiles in every configuration, not in a sample.
+# Compiled in every configuration with `--full`, otherwise in a sample.
 IN_FULL = {"policy_loss_kernel": ("sm_90",)}
 IN_FULL_OTHERWISE = ("sm_90", "gfx942")
 
@@ -160,7 +160,7 @@ def judged(usage: Usage, arch: str, launch: KernelLaunch, ptx: str | None = None
 def _rows_divide(launch: KernelLaunch) -> bool:
     """Returns True if the kernel reads rows and is compiled for strides that 16 divides."""
     strides = {name for name, _ in launch.signature if name.startswith("stride")}
-    # That one stores the target's place of each row, and reads none.
+    # `exp_stats_kernel` stores each row's entry at the target, and reads no row.
     reads = bool(strides) and launch.kernel != "exp_stats_kernel"
     return reads and strides <= set(launch.divisible)
 
@@ -176,10 +176,10 @@ def _cuobjdump(built: Any, option: str) -> str:
 
 def _nvidia_usage(built: Any, arch: str, num_warps: int) -> Usage:
     text = _cuobjdump(built, "-res-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
-    if found is None:
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
+    if match is None:
         raise RuntimeError(f"cuobjdump: expected the number of registers; got {text}")
-    registers, stack, static, local = map(int, found.groups())
+    registers, stack, static, local = map(int, match.groups())
     # An SM has 65,536 registers and gives them out in units of 8 per thread.
     fitting = min(ARCHITECTURES[arch].warps or 64, 65_536 // (32 * -(-registers // 8) * 8))
     shared = max(static, built.metadata.shared)
@@ -258,9 +258,9 @@ def report(
         with_budget = [(x, arch) for x in compile_sass.budgeted().items() for arch in nvidia]
         loops = pool.map(loops_of, [(launch, arch) for (_, launch), arch in with_budget])
         rows = []
-        for ((name, launch), arch), found in zip(with_budget, loops, strict=True):
-            rows += compile_sass.rows_of(name, launch, found, arch)
-            wrong = compile_sass.problems_of(name, launch, found)
+        for ((name, launch), arch), loop in zip(with_budget, loops, strict=True):
+            rows += compile_sass.rows_of(name, launch, loop, arch)
+            wrong = compile_sass.problems_of(name, launch, loop)
             problems += [f"{problem}, on {arch}" for problem in wrong]
     lines = [
         "| kernel | architecture | builds | registers | warps an SM holds | spills | stack "
@@ -291,12 +291,12 @@ def _row(kernel: str, arch: str, usages: list[Usage]) -> str:
 
 def section_of(page: str, version: str) -> str:
     """Section of a page about one version of Triton, "" if there is none."""
-    found = re.search(rf"^## Triton {re.escape(version)}\n.*?(?=^## |\Z)", page, re.M | re.S)
-    return found[0] if found else ""
+    match = re.search(rf"^## Triton {re.escape(version)}\n.*?(?=^## |\Z)", page, re.M | re.S)
+    return match[0] if match else ""
 
 
 def with_section(page: str, version: str, text: str) -> str:
-    """The page with the text as what it has about that version of Triton."""
+    """Returns the page with the text as its section about a version of Triton."""
     versions = set(re.findall(r"^## Triton (\S+)$", page, re.M)) | {version}
     sections = {v: section_of(page, v) for v in sorted(versions, reverse=True)}
     sections[version] = f"## Triton {version}\n\n{text}\n"
@@ -333,9 +333,9 @@ def main(argv: list[str] | None = None) -> None:
     launches = all_launches()
     lines, problems = report(args.arch, launches, in_full=args.full)
     version = triton.__version__
-    of_all = "" if args.full else "a sample of "
+    portion = "" if args.full else "a sample of "
     text = "\n".join(
-        [f"{of_all}{len(launches)} configurations; torch {torch.__version__}", "", *lines]
+        [f"{portion}{len(launches)} configurations; torch {torch.__version__}", "", *lines]
     )
     print(f"Triton {version}: {text}")
     if args.check:

@@ -26,7 +26,7 @@ from grpo_kernels.kernels.divergences import ReverseKL
 from grpo_kernels.kernels.pair_stats import PairStats
 
 # Instructions per logit, rounded up from what is known to be possible.
-# Those of pairs are of either model's logits.
+# For pairs, per logit of either model.
 BUDGETS = {
     "one sweep": 16.0, "token_stats": 12.0, "logit_grads": 16.0, "pair_stats": 24.0,
     "pair_grads": 16.0, "entry_dots": 8.0, "segment_sums": 8.0,
@@ -57,15 +57,15 @@ def budgeted() -> dict[str, KernelLaunch]:
     V = 151_936
     logits, targets = padded(2, V, torch.float32), torch.zeros(2, dtype=torch.int64)
     exps, column = padded(2, V, torch.bfloat16), torch.ones(2)
-    given = (logits, targets, LogitTransform())
+    inputs = (logits, targets, LogitTransform())
     grads, entries = RowGrads(*[column] * 3), some_entries()
     both = (logits, logits, targets, LogitTransform(), LogitTransform())
     stats = PairStats.empty(logits)
     rows = torch.empty(2, 4096, dtype=torch.bfloat16)
     calls: dict[str, Callable[[], Any]] = {
-        "one sweep": lambda: triton_backend.token_stats(*given, entropy=True, exps=exps),
-        "token_stats": lambda: triton_backend.token_stats(*given, entropy=True),
-        "logit_grads": lambda: triton_backend.logit_grads_(*given, grads, exps),
+        "one sweep": lambda: triton_backend.token_stats(*inputs, entropy=True, exps=exps),
+        "token_stats": lambda: triton_backend.token_stats(*inputs, entropy=True),
+        "logit_grads": lambda: triton_backend.logit_grads_(*inputs, grads, exps),
         "pair_stats": lambda: triton_pairs.pair_stats(*both, stats, divergence=ReverseKL()),
         "pair_grads": lambda: triton_pairs.pair_grads_(
             *both, stats, grads, column, exps, divergence=ReverseKL()
@@ -85,7 +85,7 @@ def innermost_loops(sass: str) -> list[Loop]:
         for address, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)
     ]
     places = {address: i for i, (address, _) in enumerate(code)}
-    # By its first instruction, the last that branches back there.
+    # First instruction of a loop to the last instruction that branches back there.
     ends: dict[int, int] = {}
     for i, (address, text) in enumerate(code):
         branch = re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text)

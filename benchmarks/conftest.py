@@ -68,7 +68,7 @@ def pytest_terminal_summary(
 ) -> None:
     """Prints time and memory beside eager's and the bare GEMMs."""
     for name, rows in config.stash.get(GROUPS, []):
-        # Those of a run to compare with have a path.
+        # Rows of the run compared with have a path.
         by_name = {r["extra_info"].get("contender"): r for r in rows if r["path"] is None}
         measured = {x: by_name[x] for x in CONTENDERS if x in by_name}
         base = measured.get(BASELINE)

@@ -62,7 +62,7 @@ def _rows(w: Workload) -> tuple[Tensor, Tensor]:
 
 
 def eager(w: Workload) -> Tensor:
-    """Materializes the logits, -inf for what sampling left out; log_softmax, gather."""
+    """Materializes the logits, -inf outside of kept sets; log_softmax, gather."""
     logits = (w.hidden @ w.weight.T).float()
     if w.support is not None:
         ids, offsets = w.support
@@ -121,12 +121,12 @@ def trl_chunked(w: Workload) -> Tensor:
 
     hidden, targets = _rows(w)
     compact = w.mask is not None and _use_triton(hidden.device)
-    kept = w.mask.flatten() if compact and w.mask is not None else slice(None)
+    rows = w.mask.flatten() if compact and w.mask is not None else slice(None)
     logps = ChunkedLogProbFunction.apply(
-        hidden[kept], w.weight, None, targets[kept], 1.0, CHUNK, None, 1.0, ("entropy",)
+        hidden[rows], w.weight, None, targets[rows], 1.0, CHUNK, None, 1.0, ("entropy",)
     )[0]
     if compact:
-        logps = logps.new_zeros(targets.shape).masked_scatter(kept, logps)
+        logps = logps.new_zeros(targets.shape).masked_scatter(rows, logps)
     return _loss_of(w, logps)
 
 
@@ -143,8 +143,8 @@ def liger_fused_linear(w: Workload) -> Tensor:
         beta=0.0, use_ref_model=False, loss_type="dapo", chunk_size=chunk_size,
         compiled=w.hidden.device.type == "cuda",
     )  # fmt: skip
-    given = w.hidden, w.weight, w.targets, _liger_mask(w), w.advantages
-    return loss(*given, old_per_token_logps=w.old_logps)[0]
+    tensors = w.hidden, w.weight, w.targets, _liger_mask(w), w.advantages
+    return loss(*tensors, old_per_token_logps=w.old_logps)[0]
 
 
 def liger_triton(w: Workload) -> Tensor:
@@ -164,8 +164,8 @@ def _teacher(w: Workload) -> Teacher:
 
 
 def _mean(w: Workload, divergence: Tensor) -> Tensor:
-    kept = slice(None) if w.mask is None else w.mask.flatten()
-    return divergence.flatten()[kept].mean()
+    rows = slice(None) if w.mask is None else w.mask.flatten()
+    return divergence.flatten()[rows].mean()
 
 
 def eager_divergence(w: Workload) -> Tensor:
@@ -262,12 +262,12 @@ CONTENDERS: dict[str, Contender] = {
     "Liger fused linear": Contender(liger_fused_linear, _needs("liger_kernel"), liger_divergence),
     "eager, compiled": Contender(compiled, _compiler_absent),
 }
-# What runs in the benchmark's own process on a GPU: no code of peers, and nothing that compiles.
+# Contenders that run in the benchmark's process on a GPU: no peers' code, nothing that compiles.
 TRUSTED = (BASELINE, *OURS, "torch linear CE")
 
 
 def contenders_of(w: Workload) -> list[str]:
-    """Returns the names of those that compute a workload's loss."""
+    """Returns the names of contenders that compute a workload's loss."""
     if w.support is not None:
         return [BASELINE, *OURS]
     return [n for n, x in CONTENDERS.items() if w.teacher is None or x.divergence is not None]

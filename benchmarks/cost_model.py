@@ -124,7 +124,7 @@ def error_of_the_model() -> str:
 
 
 def render(devices: Iterable[str], shapes: Sequence[Shape], *, terms: bool = False) -> str:
-    """Returns the tables: predictions by device, the terms if wanted, and the calibration."""
+    """Returns the tables: predictions by device, the terms on request, and the calibration."""
     titles = " | ".join(f"H = {H:,}, N = {N:,}" for N, _, H in shapes)
     lines = [
         f"V = {', '.join(sorted({f'{V:,}' for _, V, _ in shapes}))}; bf16. In brackets: x bare"
@@ -143,8 +143,8 @@ def render(devices: Iterable[str], shapes: Sequence[Shape], *, terms: bool = Fal
             lines += ["", f"{name}, N = {N:,}, V = {V:,}, H = {H:,}, predicted ms by term:", ""]
             for title, method in METHODS.items():
                 parts = method(Step(device, *shape)).items()
-                told = "; ".join(f"{term} {ms:.2f}" for term, ms in parts if ms)
-                lines.append(f"- {title}: {told}")
+                summary = "; ".join(f"{term} {ms:.2f}" for term, ms in parts if ms)
+                lines.append(f"- {title}: {summary}")
     lines += _replay_table(devices)
     lines += ["", "The same model on figures that others have published (as ms):", ""]
     lines += [
@@ -183,10 +183,10 @@ def _replay_table(devices: Iterable[str]) -> list[str]:
 
 
 def write_section(page: Path, text: str) -> None:
-    """Replaces what stands between the two marks of a page."""
+    """Replaces the text between the two marks of a page."""
     before, _, rest = page.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
+    _, end, after = rest.partition(END)
+    if not end:
         raise SystemExit(f"{page}: expected {BEGIN.strip()} and {END.strip()}; got none")
     page.write_text(before + BEGIN + text + END + after)
 

@@ -60,7 +60,7 @@ class Tile(NamedTuple):
     per_sm: int = 1  # programs of an SM: one multiplies while another one stores
 
 
-# By major compute capability: without a spill (`results/compile.md`), timed by nobody.
+# Per major compute capability: tiles that do not spill (`results/compile.md`); none is timed.
 TILES = {
     8: (Tile(128, 128, 64), Tile(128, 64, 64, per_sm=2)),
     9: (
@@ -83,11 +83,11 @@ def _store_exps(u, n0, M, V, rows, stride_exps_n, BLOCK_V: tl.constexpr):
     """Stores the exponentials of a tile of logits; returns the sums of its rows."""
     offs_m, anchor, target, exps_ptr, target_logits_ptr = rows
     offs_v = n0 + tl.arange(0, BLOCK_V)
-    here = (target >= n0) & (target < n0 + BLOCK_V) & (offs_m < M)
+    in_tile = (target >= n0) & (target < n0 + BLOCK_V) & (offs_m < M)
     # Few tiles have a target at all.
-    if tl.max(here.to(tl.int32), axis=0) > 0:
+    if tl.max(in_tile.to(tl.int32), axis=0) > 0:
         at_target = tl.sum(tl.where(offs_v[None, :] == target[:, None], u, 0.0), axis=1)
-        tl.store(target_logits_ptr + offs_m, at_target, mask=here)
+        tl.store(target_logits_ptr + offs_m, at_target, mask=in_tile)
     # Columns past V are so far below that x and x 2^x are 0.
     shifted = tl.where((offs_v < V)[None, :], (u - anchor[:, None]) * log2_e(), -1e4)
     exps = tl.exp2(shifted)
@@ -127,10 +127,10 @@ def exp_gemm_kernel(
             offs_v = n0 + tl.arange(0, BLOCK_V)
             offs_h = tl.arange(0, BLOCK_H)
             # Rows past the last one are the last one again, which nobody stores.
-            of_rows = tl.minimum(offs_m, M - 1).to(tl.int64)[:, None] * stride_hidden_n
-            of_columns = tl.minimum(offs_v, V - 1).to(tl.int64)[None, :] * stride_weight_v
-            hidden_ptrs = hidden_ptr + of_rows + offs_h[None, :]
-            weight_ptrs = weight_ptr + of_columns + offs_h[:, None]
+            row_offsets = tl.minimum(offs_m, M - 1).to(tl.int64)[:, None] * stride_hidden_n
+            column_offsets = tl.minimum(offs_v, V - 1).to(tl.int64)[None, :] * stride_weight_v
+            hidden_ptrs = hidden_ptr + row_offsets + offs_h[None, :]
+            weight_ptrs = weight_ptr + column_offsets + offs_h[:, None]
             for k in tl.range(0, H, BLOCK_H, num_stages=STAGES):
                 inside = offs_h < H - k
                 rows = tl.load(hidden_ptrs + k, mask=inside[None, :], other=0.0)
@@ -232,8 +232,8 @@ def far_rows_kernel(
                 exps = tl.exp2(shifted)
                 totals += exps
                 weights += exps * shifted
-                kept = exps.to(exps_ptr.dtype.element_ty)
-                tl.store(exps_ptr + row * stride_exps_n + offs_v, kept, mask=mask_v)
+                rounded = exps.to(exps_ptr.dtype.element_ty)
+                tl.store(exps_ptr + row * stride_exps_n + offs_v, rounded, mask=mask_v)
             anchor = tl.max(peaks, axis=0)
             total = tl.sum(totals, axis=0)
             weighted = tl.sum(weights, axis=0)
@@ -362,7 +362,7 @@ def rows(day: Day, N: int, V: int, H: int, odd: int) -> Iterator[dict[str, Any]]
     M, V, H, odd = (day.size(*x) for x in ((N, 40), (V, 206), (H, 24), (odd, 203)))
     dtype = torch.bfloat16 if day.large else torch.float32
     hidden, peaked, weight, targets = operands(M, odd, H, day.device, dtype)
-    whole = torch.cat([weight, weight[: V - odd]])
+    aligned = torch.cat([weight, weight[: V - odd]])
     exps, out = new_rows(hidden, M, V, dtype), TokenStats.empty(hidden, entropy=True, total=True)
     tiles: tuple[Tile, ...] = SMALL
     if day.large:
@@ -370,7 +370,7 @@ def rows(day: Day, N: int, V: int, H: int, odd: int) -> Iterator[dict[str, Any]]
         tiles = TILES.get(major, TILES[8])
     ways: dict[str, Callable[..., None]] = {"mm to float32, sweep": mm_and_sweep}
     ways |= {f"exp_gemm, {tuple(tile)}": partial(exp_gemm, tile=tile) for tile in tiles}
-    right: dict[str, Callable[[], Any]] = {"mm": partial(torch.mm, hidden, whole.T, out=exps)}
+    right: dict[str, Callable[[], Any]] = {"mm": partial(torch.mm, hidden, aligned.T, out=exps)}
     for name, way in ways.items():
         row: dict[str, Any] = {"run": name, "shape": (M, odd, H)}
         try:
@@ -381,6 +381,6 @@ def rows(day: Day, N: int, V: int, H: int, odd: int) -> Iterator[dict[str, Any]]
         except Exception as error:  # the next one may well compile
             row["status"] = measure.reason(error)
         if row["status"] == "right":
-            right[name] = partial(way, hidden, whole, targets, exps, out)
+            right[name] = partial(way, hidden, aligned, targets, exps, out)
         yield row
     yield from day.times((M, V, H), right)

@@ -28,7 +28,7 @@ class Guesses(NamedTuple):
 
     Args:
         exposed: share of the traffic of a GEMM's output that its arithmetic does not hide.
-        of_copy: speed of a sweep that reads and writes, relative to a copy.
+        copy_speed: speed of a sweep that reads and writes, relative to a copy.
         issued: share of the issue slots that a sweep uses at best, at boost clock.
         fused_gemm: rate of a GEMM with a softmax in its epilogue, relative to cuBLAS.
         short: rate of a GEMM to float32 of at most 2,048 inner elements, relative to others.
@@ -39,7 +39,7 @@ class Guesses(NamedTuple):
     """
 
     exposed: float = 0.4
-    of_copy: float = 0.88
+    copy_speed: float = 0.88
     issued: float = 0.6
     fused_gemm: float = 0.88
     short: float = 1.0
@@ -50,8 +50,8 @@ class Guesses(NamedTuple):
 LIKELY = Guesses()
 BEST = Guesses(0.3, 0.95, 0.7, 0.96, 1.0, 0.0, 5.0)
 WORST = Guesses(0.55, 0.8, 0.5, 0.8, 0.88, 0.2, 43.0)
-OF_COPY, SCATTERED = LIKELY.of_copy, 0.6  # of gathers and scatters of whole rows, of a copy
-WAIT_MS = 0.3  # of the GPU for the CPU, after the CPU has waited for it
+COPY_SPEED, SCATTERED = LIKELY.copy_speed, 0.6  # gathers and scatters of whole rows
+WAIT_MS = 0.3  # the GPU idles until the CPU, which waited for it, launches again
 # Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`).
 INSTRUCTIONS = {
     "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 43, "pair_grads": 28,
@@ -59,7 +59,7 @@ INSTRUCTIONS = {
 
 # Bytes of logits that the library has at once.
 CHUNK_BYTES = 1792 << 20
-# Of a call in which every token has a support: launches (`tests/test_fake_cuda.py`), and
+# For a call in which every token has a support: launches (`tests/test_fake_cuda.py`), and
 # bytes that finding the order of the entries moves per entry, the sort included.
 REPLAY_LAUNCHES, BYTES_OF_ORDER = 237, 1200
 BASELINE, HOPPER_ONLY = "eager, log_softmax", "Liger scaled CE"
@@ -74,7 +74,7 @@ class Device:
     sms: int
     ghz: float  # boost clock
     gib: float
-    launch_us: float = 2.5  # of a small kernel, on the GPU
+    launch_us: float = 2.5  # a small kernel's time on the GPU
 
 
 # H200: 770 to 790 TFLOP/s on an 8,192^3 product and 4.3 TB/s on a copy, published. H100 and A100:
@@ -121,7 +121,7 @@ def sweep_ms(
 ) -> float:
     """Returns the time of a kernel that goes once over the logits."""
     issue = g.issued * d.sms * 128 * d.ghz * 1e9  # four warps of 32 per clock
-    return 1e3 * logits * max(bytes_each / (g.of_copy * d.tb_per_s * 1e12), instructions / issue)
+    return 1e3 * logits * max(bytes_each / (g.copy_speed * d.tb_per_s * 1e12), instructions / issue)
 
 
 class Step:
@@ -135,9 +135,9 @@ class Step:
         """Adds to a term."""
         self.terms[name] = self.terms.get(name, 0.0) + ms
 
-    def copy(self, name: str, moved: float, of_copy: float = 1.0) -> None:
+    def copy(self, name: str, moved: float, copy_speed: float = 1.0) -> None:
         """Adds the time of moving so many bytes."""
-        self.add(name, moved / (1e9 * self.d.tb_per_s * of_copy))
+        self.add(name, moved / (1e9 * self.d.tb_per_s * copy_speed))
 
     def sweep(self, name: str, bytes_each: float, kernel: str) -> None:
         """Adds a sweep over all logits."""
@@ -195,7 +195,7 @@ def bare_gemms(s: Step, rows: int = 4096) -> dict[str, float]:
 def eager(s: Step) -> dict[str, float]:
     """All logits at once; float32 copy, log-softmax, its backward, and back to bf16: 40 bytes."""
     s.logits(s.N, 2)
-    s.copy("element-wise", 40 * s.N * s.V, OF_COPY)
+    s.copy("element-wise", 40 * s.N * s.V, COPY_SPEED)
     s.gradients(s.N, 2)
     return s.finish(40)
 
@@ -303,9 +303,9 @@ def trl_sft(s: Step) -> dict[str, float]:
     """
     rows, chunks = 256, math.ceil(s.N / 256)
     s.logits(rows, 2)
-    s.copy("element-wise", 40 * s.N * s.V, OF_COPY)
+    s.copy("element-wise", 40 * s.N * s.V, COPY_SPEED)
     s.gradients(rows, 2, summed=False)
-    s.copy("sums of dW", 6 * (chunks - 1) * s.V * s.H, OF_COPY)
+    s.copy("sums of dW", 6 * (chunks - 1) * s.V * s.H, COPY_SPEED)
     return s.finish(20 + 20 * chunks)
 
 
@@ -317,7 +317,7 @@ def liger_flce(s: Step, copied: bool = False) -> dict[str, float]:
     s.add("sweep", sweep_ms(s.d, s.N * s.V, 6, 40, s.guesses))
     s.gradients(rows, 2, summed=not copied)
     if copied:  # to float32, 6 bytes; added to the sum, 8
-        s.copy("float32 copies of dW", 14 * chunks * s.V * s.H, OF_COPY)
+        s.copy("float32 copies of dW", 14 * chunks * s.V * s.H, COPY_SPEED)
     return s.finish(20 + 8 * chunks, waits=1)
 
 

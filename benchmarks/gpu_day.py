@@ -1,4 +1,4 @@
-"""Measures what has to be known of a GPU on its first day, the most telling first, in six minutes.
+"""Measures a GPU on its first day, the most important figures first, in six minutes.
 
     python -m benchmarks.gpu_day --json day.json [--minutes 5.5] [--parts NAME ...]
     python -m benchmarks.gpu_day --json day.json --device cpu     rehearses it, at tiny sizes
@@ -56,10 +56,10 @@ LARGEST, ROUNDED = {"logps": 1e-3, "dh": 1e-2, "dw": 1e-2}, 0.1
 FLOOR, OURS = "bare GEMMs", (BASELINE, "ours, scoring", "ours")
 PEERS = ("Liger scaled CE", "cut-cross-entropy", "Liger Triton loss", "Liger fused linear")
 STRIPS = (512, 640, 660, 768, 1024)
-LAUNCHES = ((1024, 4), (2048, 4), (4096, 8), (4096, 16))  # of the sweep: columns, warps
+LAUNCHES = ((1024, 4), (2048, 4), (4096, 8), (4096, 16))  # columns and warps of the sweep
 TESTS = "tests/test_cuda_values.py tests/test_autograd.py -m gpu"
-OF_OURS: dict[str, gpu_costs.Method] = {"ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring}
-MODELLED = gpu_costs.METHODS | OF_OURS
+COSTS: dict[str, gpu_costs.Method] = {"ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring}
+MODELLED = gpu_costs.METHODS | COSTS
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -161,8 +161,8 @@ def errors(got: Sequence[Tensor | None], true: Sequence[Tensor], *, rounded: boo
     off: dict[str, float] = {}
     for name, x, y in zip(LARGEST, got, true, strict=False):
         if x is not None:
-            left = x.detach().double().view_as(y) - y
-            off[name] = float(left.abs().max() if name == "logps" else left.norm() / y.norm())
+            delta = x.detach().double().view_as(y) - y
+            off[name] = float(delta.abs().max() if name == "logps" else delta.norm() / y.norm())
     ok = all(x <= (ROUNDED if rounded else LARGEST[name]) for name, x in off.items())
     return {"errors": off, "status": "right" if ok else "wrong"}
 
@@ -202,15 +202,15 @@ def run_of(day: Day, w: Workload, name: str) -> Run:
         return lambda: [None, *torch.autograd.grad(loss(w), (w.hidden, w.weight))]
     backend = "triton" if day.large else "torch"  # whose interpreter takes its time
     execution = Execution(backend=backend, capturable="capturable" in name)
-    given = w.hidden, w.weight, w.targets
+    tensors = w.hidden, w.weight, w.targets
 
     def loss_and_gradients() -> list[Tensor]:
-        out = fused_grpo_loss(*given, w.advantages, old_logps=w.old_logps, execution=execution)
+        out = fused_grpo_loss(*tensors, w.advantages, old_logps=w.old_logps, execution=execution)
         return [out.logps, *torch.autograd.grad(out.loss, (w.hidden, w.weight))]
 
     @torch.no_grad()
     def scoring() -> list[Tensor]:
-        return [linear_logprobs(*given, execution=execution).logps]
+        return [linear_logprobs(*tensors, execution=execution).logps]
 
     return scoring if "scoring" in name else loss_and_gradients
 
@@ -257,9 +257,9 @@ def trace(day: Day, run: Run) -> Row:
             continue
         place[0], place[1] = place[0] + taken / 1e3, place[1] + 1
     busy = sum(ms for ms, _ in kernels.values())
-    whole = max((x.end for x in spans), default=0) - min((x.start for x in spans), default=0)
+    span = max((x.end for x in spans), default=0) - min((x.start for x in spans), default=0)
     most = dict(sorted(kernels.items(), key=lambda item: -item[1][0])[:14])
-    return {"busy_ms": busy, "idle_ms": whole / 1e3 - busy, "launches": len(spans),
+    return {"busy_ms": busy, "idle_ms": span / 1e3 - busy, "launches": len(spans),
             "kernels": most, "products": products}  # fmt: skip
 
 
@@ -460,61 +460,61 @@ def _few_digits(number: str) -> float:
 
 def work(run: Callable[[Day], Rows], device: str, path: Path, result: Row, name: str) -> None:
     """Runs a part in a new process, which saves its rows as they come, and then its status."""
-    os.setpgrp()  # what it starts ends with it
+    os.setpgrp()  # its children end with it
     if hasattr(libc := ctypes.CDLL(None), "prctl"):
         libc.prctl(1, signal.SIGKILL)  # and it with the run
-    mine = result["parts"][name]
+    part = result["parts"][name]
     try:
         for row in run(Day(device)):
             text = json.dumps(json.loads(json.dumps(row), parse_float=_few_digits))
-            mine["rows"].append(json.loads(text))
+            part["rows"].append(json.loads(text))
             print(f"  {text}", flush=True)
             measure.write_json(path, result)
-        told = [(row["run"], row.get("status", "ok")) for row in mine["rows"]]
-        bad = [f"{run}: {status}" for run, status in told if status not in ("ok", "right")]
-        mine["status"] = "; ".join(bad) or "ok"
+        statuses = [(row["run"], row.get("status", "ok")) for row in part["rows"]]
+        bad = [f"{run}: {status}" for run, status in statuses if status not in ("ok", "right")]
+        part["status"] = "; ".join(bad) or "ok"
     except ImportError as why:
-        mine["status"] = f"not run: {why}"
+        part["status"] = f"not run: {why}"
     except Exception as error:
         traceback.print_exc()
-        mine["status"] = measure.reason(error)
+        part["status"] = measure.reason(error)
     measure.write_json(path, result)
 
 
 def run_all(parts: list[Part], path: Path, device: str, end: float) -> Row:
-    """Runs the parts and returns what came of them, as it is in the file at any time."""
+    """Runs the parts and returns their results, which the file has at any time."""
     for module in ("triton", "torch._dynamo"):  # here, as every part would import them
         import_module(module)
     about = {"date": str(date.today()), "python": sys.version, **measure.header("cpu")}
     result: Row = {**about, "parts": {}}
     for name, run, limit in parts:
         begin = time.monotonic()
-        left = end - begin
-        status = "ended with the run" if left > 3 else "not run: no time"
+        remaining = end - begin
+        status = "ended with the run" if remaining > 3 else "not run: no time"
         result["parts"][name] = {"status": status, "rows": []}
         measure.write_json(path, result)
-        if left > 3:
+        if remaining > 3:
             process = multiprocessing.get_context("fork").Process(
                 target=work, args=(run, device, path, result, name)
             )
             try:
                 process.start()
-                process.join(limit := min(limit, left))
+                process.join(limit := min(limit, remaining))
             finally:  # after Ctrl-C, too
                 ended = not process.is_alive()
                 if process.pid:
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
-                    process.kill()  # of no group yet
+                    process.kill()  # not yet in a process group
                     process.join(10)  # a kernel that hangs may hold it
             result = json.loads(path.read_text())
-            mine = result["parts"][name]
-            if mine["status"] == status:
+            part = result["parts"][name]
+            if part["status"] == status:
                 late = f"out of time: more than {limit:.0f} s"
-                mine["status"] = (
+                part["status"] = (
                     f"its process ended, exit code {process.exitcode}" if ended else late
                 )
-            mine["seconds"] = round(time.monotonic() - begin, 1)
+            part["seconds"] = round(time.monotonic() - begin, 1)
             measure.write_json(path, result)
         print(f"{name}: {result['parts'][name]['status']}", flush=True)
     return result["parts"]

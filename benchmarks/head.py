@@ -44,7 +44,7 @@ from benchmarks.cost_model import error_of_the_model, predict, shape
 from benchmarks.gpu_costs import METHODS, device_of
 from benchmarks.measure import (
     FLOOR,
-    Found,
+    ByContender,
     extra_memory,
     header,
     load,
@@ -82,7 +82,7 @@ class Results:
         # Over the entries of a support the FLOPs are others.
         self.flop = 2 * w.gemms * w.tokens * w.weight.numel() if w.support is None else None
         self.gradient_bytes = w.hidden.nbytes + (0 if w.frozen else 4 * w.weight.numel())
-        self.found: Found = {name: {"status": "not measured"} for name in (*names, FLOOR)}
+        self.by_name: ByContender = {name: {"status": "not measured"} for name in (*names, FLOOR)}
         self.predicted: dict[str, float] = {}
         model = device_of(header(device)["device"])
         # The model is of bfloat16 and three GEMMs where every token counts.
@@ -94,15 +94,15 @@ class Results:
                 for name, method in PREDICTED_BY.items()
             }
 
-    def add(self, found: Found) -> None:
-        """Takes what is now known of some contenders, and saves the rows."""
-        self.found |= found
+    def add(self, by_name: ByContender) -> None:
+        """Adds results of some contenders, and saves the rows."""
+        self.by_name |= by_name
         self.save(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row per contender, the bare GEMMs last; times only where all is right."""
-        wrong = wrong_in_full(self.found, self.dtype)
-        return [self._row(name, known, name in wrong) for name, known in self.found.items()]
+        wrong = wrong_in_full(self.by_name, self.dtype)
+        return [self._row(name, known, name in wrong) for name, known in self.by_name.items()]
 
     def _row(self, name: str, known: dict[str, Any], wrong: bool) -> dict[str, Any]:
         row = {"workload": self.workload, "name": name, **known}
@@ -151,20 +151,20 @@ def run_workload(
 def measure_alone(
     name: str, path: Path, args: argparse.Namespace, deadline: float
 ) -> dict[str, Any]:
-    """Measures a contender in a process of its own; returns what is known of it at the end."""
+    """Measures a contender in a process of its own and returns its row."""
     limit_s = min(args.limit_s / 4, deadline - time.monotonic())
     absent = CONTENDERS[name].absent(torch.device(args.device))
     if absent or limit_s <= 0:
         return {"status": absent or "not run: no time left"}
     try:
-        found = run_alone(measure_together, [name], path, args, deadline, limit_s=limit_s)
+        result = run_alone(measure_together, [name], path, args, deadline, limit_s=limit_s)
     except TimeoutError as error:
         return {"status": f"out of time: {error}"}
     except BrokenProcessPool:
         return {"status": "its process ended"}
     except Exception as error:
         return {"status": reason(error)}
-    return {**found[name], "floor_seconds": found[FLOOR].get("seconds", [])}
+    return {**result[name], "floor_seconds": result[FLOOR].get("seconds", [])}
 
 
 def measure_together(
@@ -172,39 +172,39 @@ def measure_together(
     path: Path,
     args: argparse.Namespace,
     deadline: float,
-    tell: Callable[[Found], None] = lambda _: None,
-) -> Found:
+    tell: Callable[[ByContender], None] = lambda _: None,
+) -> ByContender:
     """Checks contenders, then times them in turns, then measures their memory; returns all of it.
 
-    `tell` gets what is known after each of these, and after each round.
+    `tell` gets the results so far after each step, and after each round.
     """
     warnings.filterwarnings("ignore", category=UserWarning)
-    device, found = torch.device(args.device), Found()
+    device, contenders = torch.device(args.device), ByContender()
     truth = truth_of(load(path, device, shared=True))
     for name in names:
         absent = CONTENDERS[name].absent(device)
-        found[name] = {"status": absent} if absent else check(name, truth, args.backend)
-        tell(found)
+        contenders[name] = {"status": absent} if absent else check(name, truth, args.backend)
+        tell(contenders)
     del truth
     torch.compiler.reset()  # drops what was compiled for the shapes of the check
-    correct = [name for name in names if found[name]["status"] == "ok"]
-    found[FLOOR] = {"status": "ok"}
+    correct = [name for name in names if contenders[name]["status"] == "ok"]
+    contenders[FLOOR] = {"status": "ok"}
 
-    def tell_times(taken: Found) -> None:
+    def tell_times(taken: ByContender) -> None:
         for name, timing in taken.items():
-            found[name] |= timing
-        tell(found)
+            contenders[name] |= timing
+        tell(contenders)
 
     tell_times(times(correct, path, device, args.rounds, args.backend, deadline, tell_times))
     for name in correct:
-        row = found[name]
+        row = contenders[name]
         if row["status"] == "ok":
             try:
                 row["extra_bytes"] = extra_memory(name, path, device, args.backend)
             except Exception as error:
                 row["status"] = reason(error)
-            tell(found)
-    return found
+            tell(contenders)
+    return contenders
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -269,7 +269,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1; got {args.rounds}")
     args.workload = [
-        name for given in args.workload for name in (TRUNCATED if given == "support" else (given,))
+        name for x in args.workload for name in (TRUNCATED if x == "support" else (x,))
     ]
     fixed = [name for name in args.workload if name not in SYNTHETIC]
     if args.shapes and fixed:

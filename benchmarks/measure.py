@@ -37,14 +37,14 @@ FLOOR = "bare GEMMs"
 OUT_OF_MEMORY = (torch.OutOfMemoryError, BrokenProcessPool)
 # From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-# Now and then kept memory is too fragmented to serve a step. One with more page faults than this is
-# taken again, up to so many times in all.
+# Memory that malloc holds is sometimes too fragmented for a step. A step with more page faults than
+# this is repeated, up to so many times in all.
 _FEW_FAULTS, _TRIES = 5_000, 4
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 Loss = Callable[[Workload], Tensor]
-Found = dict[str, dict[str, Any]]  # what is known of each contender
+ByContender = dict[str, dict[str, Any]]  # results so far
 T = TypeVar("T")
 
 
@@ -98,9 +98,9 @@ def bare_gemms(w: Workload) -> Callable[[], None]:
     and the logits of a teacher.
     """
     weight, teacher = w.weight.detach(), w.teacher
-    kept = slice(None) if w.mask is None else w.mask.flatten()
-    chunks = w.hidden.detach().flatten(0, 1)[kept].split(4096)
-    others = teacher.hidden.flatten(0, 1)[kept].split(4096) if teacher else ()
+    rows = slice(None) if w.mask is None else w.mask.flatten()
+    chunks = w.hidden.detach().flatten(0, 1)[rows].split(4096)
+    teacher_chunks = teacher.hidden.flatten(0, 1)[rows].split(4096) if teacher else ()
     logits = weight.new_zeros(len(chunks[0]), weight.shape[0])
     d_hidden, d_weight = torch.zeros_like(chunks[0]), torch.zeros_like(weight)
 
@@ -108,7 +108,7 @@ def bare_gemms(w: Workload) -> Callable[[], None]:
         for i, chunk in enumerate(chunks):
             out = logits[: len(chunk)]
             if teacher:
-                torch.mm(others[i], teacher.head.T, out=out)
+                torch.mm(teacher_chunks[i], teacher.head.T, out=out)
             torch.mm(chunk, weight.T, out=out)
             torch.mm(out, weight, out=d_hidden[: len(chunk)])
             if not w.frozen:
@@ -156,8 +156,8 @@ def times(
     rounds: int,
     backend: str = "auto",
     deadline: float = math.inf,
-    each_round: Callable[[Found], None] = lambda _: None,
-) -> Found:
+    each_round: Callable[[ByContender], None] = lambda _: None,
+) -> ByContender:
     """Times forward and backward of the bare GEMMs and each contender, in turns.
 
     On a CPU each contender has a process of its own, which waits while others run. In a shared one
@@ -178,7 +178,7 @@ def times(
     """
     from tqdm import tqdm
 
-    taken: Found = {name: {} for name in (FLOOR, *names)}
+    taken: ByContender = {name: {} for name in (FLOOR, *names)}
     with ExitStack() as stack:
         own_process = () if device.type == "cuda" else taken
         pools = {name: stack.enter_context(fresh_process()) for name in own_process}
@@ -186,20 +186,20 @@ def times(
         for done in range(rounds):
             if done and time.monotonic() > deadline:
                 break
-            for name, mine in taken.items():
+            for name, samples in taken.items():
                 bar.update()
-                if "status" in mine:
+                if "status" in samples:
                     continue
                 turn, pool = (name, path, device, backend), pools.get(name)
                 try:
                     result = pool.submit(take_turn, *turn).result() if pool else take_turn(*turn)
                 except Exception as error:
-                    if name == FLOOR:  # without which nothing can be told
+                    if name == FLOOR:  # every result is relative to it
                         raise
                     taken[name] = {"status": reason(error)}
                     continue
                 for key, value in result.items():
-                    mine.setdefault(key, []).append(value)
+                    samples.setdefault(key, []).append(value)
             each_round(taken)
     _held.clear()
     return taken
@@ -289,11 +289,11 @@ def take_turn(name: str, path: Path, device: torch.device, backend: str) -> dict
 def time_step(loss: Loss, w: Workload) -> dict[str, Any]:
     """Times a step, after one that is not counted."""
     step(loss, w)
-    for left in reversed(range(_TRIES)):
+    for remaining in reversed(range(_TRIES)):
         with_grad(w)
         before = _page_faults()
         seconds, value = timed(partial(step, loss, w), w.hidden.device)
-        if not left or _page_faults() - before < _FEW_FAULTS:
+        if not remaining or _page_faults() - before < _FEW_FAULTS:
             break
     return {"seconds": seconds, "results": (float(value), *gradient_norms(w))}
 
@@ -324,8 +324,8 @@ def extra_memory(name: str, path: Path, device: torch.device, backend: str = "au
     On a CPU this runs in a fresh process, as `PeakMemory` needs, and raises `BrokenProcessPool` if
     that is killed for want of memory.
     """
-    given = (name, path, device, backend)
-    return measure_memory(*given) if device.type == "cuda" else run_alone(measure_memory, *given)
+    args = (name, path, device, backend)
+    return measure_memory(*args) if device.type == "cuda" else run_alone(measure_memory, *args)
 
 
 def measure_memory(name: str, path: Path, device: torch.device, backend: str) -> int:

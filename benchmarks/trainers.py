@@ -104,8 +104,8 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
         config = config_of(task, steps, output)
         model, tokenizer = load_model(config)
         problems, _ = load_problems(config)
-        wanted = config.prompts_per_step * steps
-        order = [place_of(turn, len(problems), config.seed) for turn in range(wanted)]
+        num_prompts = config.prompts_per_step * steps
+        order = [place_of(turn, len(problems), config.seed) for turn in range(num_prompts)]
         columns = [{k: problems[i][k] for k in ("prompt", "answer")} for i in order]
 
         def reward(name: str) -> Any:

@@ -155,7 +155,7 @@ def smollm_samples() -> Workload:
     return Workload(name="smollm", **_cached("smollm-samples-v1", _sample_smollm))
 
 
-# What truncates the sampling of the demo model, for the workloads that have a support.
+# Truncations of the demo model's sampling, for workloads with a support.
 TRUNCATED: dict[str, dict[str, Any]] = {
     "top-p 0.8": {"top_p": 0.8},
     "top-p 0.9": {"top_p": 0.9},
@@ -242,16 +242,16 @@ def synthetic(
     clusters = max(1, V // 200)
     rank = torch.arange(V, device=device)
     of = rank * clusters // V
-    shared, own = (torch.randn(n, H, generator=g, device=device) for n in (clusters, V))
+    shared, embedding = (torch.randn(n, H, generator=g, device=device) for n in (clusters, V))
     tokens = torch.multinomial((rank + 1.0) ** -ZIPF, N, replacement=True, generator=g)
     lean, noise = (
         low + span * torch.rand(N, 1, generator=g, device=device)
         for low, span in ((2, 8), (1.2, 1.4))
     )
     pull = 10 + math.log(V / 49_152)
-    hidden = (pull * shared[of[tokens]] + lean * own[tokens]) / (H / 2) ** 0.5
+    hidden = (pull * shared[of[tokens]] + lean * embedding[tokens]) / (H / 2) ** 0.5
     hidden += noise * torch.randn(N, H, generator=g, device=device)
-    weight = own.add_(shared[of]).mul_((0.5 / H) ** 0.5)
+    weight = embedding.add_(shared[of]).mul_((0.5 / H) ** 0.5)
     return _sampled(name, hidden.view(N // T, T, H), weight, seed)
 
 
@@ -311,10 +311,10 @@ def nucleus(
     targets, ids, sizes = [], [], []
     for states in w.hidden.flatten(0, 1).split(256):
         p, order = (states @ w.weight.T).softmax(-1).topk(min(1024, V))
-        kept = p.cumsum(-1) - p < 0.9
-        targets.append(order.gather(1, torch.multinomial(p * kept, 1, generator=g)))
-        ids.append(order[kept])
-        sizes.append(kept.sum(-1))
+        in_nucleus = p.cumsum(-1) - p < 0.9
+        targets.append(order.gather(1, torch.multinomial(p * in_nucleus, 1, generator=g)))
+        ids.append(order[in_nucleus])
+        sizes.append(in_nucleus.sum(-1))
     w.targets = torch.cat(targets).view_as(w.targets)
     w.support = Support(torch.cat(ids), F.pad(torch.cat(sizes).cumsum(0), (1, 0)))
     return replace(w, **_policy_inputs(w.hidden, w.weight, w.targets, seed, w.support))

@@ -57,10 +57,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from tests.helpers.tiers import INTERPRETED
 
     emulated = config.getoption("--ptx-cuda", False)
-    asked = "gpu" in config.option.markexpr.split()
-    if asked and not (emulated or torch.cuda.is_available()):
+    gpu_selected = "gpu" in config.option.markexpr.split()
+    if gpu_selected and not (emulated or torch.cuda.is_available()):
         raise pytest.UsageError("-m gpu: no CUDA device")
-    elsewhere = {"gpu": not asked, "real_gpu": emulated, "compiled": INTERPRETED}
+    elsewhere = {"gpu": not gpu_selected, "real_gpu": emulated, "compiled": INTERPRETED}
     absent = {name for name, holds in elsewhere.items() if holds}
     config.hook.pytest_deselected(items=[x for x in items if absent & _marks(x)])
     items[:] = [x for x in items if not absent & _marks(x)]

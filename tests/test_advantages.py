@@ -71,10 +71,10 @@ def compare(rows, scale, weights, way):
         "baseline": "mean" if normalized else way,
     }  # fmt: skip
     expected = by_hand(rewards, ids, **options, lengths=lengths)
-    told = {"lengths": torch.tensor(lengths)} if way == "length" else {}
-    actual = group_advantages(torch.tensor(rewards), torch.tensor(ids), **options, **told)
+    extra = {"lengths": torch.tensor(lengths)} if way == "length" else {}
+    actual = group_advantages(torch.tensor(rewards), torch.tensor(ids), **options, **extra)
     assert actual.dtype == torch.float32
-    # What by hand is rounding over 1e-4 is exactly 0 here.
+    # Where the expected value is rounding error divided by 1e-4, the result is exactly 0.
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
     return actual
 

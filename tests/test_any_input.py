@@ -17,12 +17,12 @@ from tests.helpers.batches import make_batch, packed
 from tests.helpers.flat_calls import EXECUTION_FIELDS, HEAD_FIELDS
 from tests.helpers.supports import make_support
 
-OF_HEAD = {"weight", *HEAD_FIELDS, *EXECUTION_FIELDS}
+HEAD_ARGS = {"weight", *HEAD_FIELDS, *EXECUTION_FIELDS}
 CALLS = ("fused_grpo_loss", "linear_logprobs", "grpo_loss", "selective_log_softmax")
 TAKES = {name: {*inspect.signature(getattr(grpo_kernels, name)).parameters} for name in CALLS}
-TAKES = {name: taken | (OF_HEAD if "head" in taken else set()) for name, taken in TAKES.items()}
+TAKES = {name: taken | (HEAD_ARGS if "head" in taken else set()) for name, taken in TAKES.items()}
 REFUSED = re.compile(rf"({'|'.join(sorted(set.union(*TAKES.values())))})\b.*: ")
-# What a call may be given beside what it needs, made of the batch.
+# Optional arguments of a call, made from the batch.
 OPTIONAL = {
     "bias": lambda b: b.bias,
     "low_rank": lambda b: (b.hidden[..., :2] / 4, b.weight[:, -2:] / 4),
@@ -42,7 +42,7 @@ JUNK = (
     torch.tensor(1j), torch.ones(3), [], (), {},
 )  # fmt: skip
 DTYPES = ("float16", "bfloat16", "float64", "int32", "int64", "bool", "uint8", "complex64")
-# What may happen to a tensor; the first three leave its values as they are.
+# Changes of a tensor; the first three leave the values alone.
 CHANGES = {
     "strides": lambda x, draw: torch.stack([x, x], -1)[..., 0],
     "columns": lambda x, draw: x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim else x,
@@ -76,27 +76,27 @@ def calls(draw):
         logits = batch.hidden.nan_to_num() @ batch.weight.T
         needed |= {"logits": logits, "targets": batch.targets.clamp(min=0)}
     names = (needed.keys() & TAKES[call]) - OPTIONAL.keys() - NOT_DRAWN
-    given = {name: needed[name] for name in sorted(names) if needed[name] is not None}
+    kwargs = {name: needed[name] for name in sorted(names) if needed[name] is not None}
     optional = sorted(OPTIONAL.keys() & TAKES[call])
     for name in draw(st.lists(st.sampled_from(optional), max_size=3, unique=True)):
-        given[name] = OPTIONAL[name](batch)
-    for name in draw(st.lists(st.sampled_from(sorted(given)), max_size=2, unique=True)):
-        if isinstance(x := given[name], torch.Tensor) and draw(st.integers(0, 3)):
-            given[name] = CHANGES[draw(st.sampled_from(sorted(CHANGES)))](x, draw)
+        kwargs[name] = OPTIONAL[name](batch)
+    for name in draw(st.lists(st.sampled_from(sorted(kwargs)), max_size=2, unique=True)):
+        if isinstance(x := kwargs[name], torch.Tensor) and draw(st.integers(0, 3)):
+            kwargs[name] = CHANGES[draw(st.sampled_from(sorted(CHANGES)))](x, draw)
         else:
-            given[name] = draw(st.sampled_from(JUNK))
-    return call, given
+            kwargs[name] = draw(st.sampled_from(JUNK))
+    return call, kwargs
 
 
-def results(call, given, module):
+def results(call, kwargs, module):
     """The value, log-probs and gradients of a call; in float64 with the reference."""
     leaves = {}
-    for name in sorted(given.keys() & {"hidden", "weight", "bias", "logps", "logits"}):
-        if isinstance(x := given[name], torch.Tensor) and x.is_floating_point():
+    for name in sorted(kwargs.keys() & {"hidden", "weight", "bias", "logps", "logits"}):
+        if isinstance(x := kwargs[name], torch.Tensor) and x.is_floating_point():
             leaves[name] = x.detach().double() if module is exact else x.detach()
             leaves[name].requires_grad_()
     flat = flat_calls.reference if module is exact else flat_calls
-    out = getattr(flat if "weight" in given else module, call)(**given | leaves)
+    out = getattr(flat if "weight" in kwargs else module, call)(**kwargs | leaves)
     logps = out if isinstance(out, torch.Tensor) else getattr(out, "logps", out[0])
     value = getattr(out, "loss", logps.sum())
     if value.requires_grad:
@@ -107,18 +107,18 @@ def results(call, given, module):
 
 @given(calls())
 def test_right_or_refused(drawn):
-    call, given = drawn
+    call, kwargs = drawn
     try:
-        found = results(call, given, grpo_kernels)
+        actual = results(call, kwargs, grpo_kernels)
     except (TypeError, ValueError) as error:
         assert REFUSED.match(str(error)), error
         return
     try:
-        expected = results(call, {k: x for k, x in given.items() if k != "backend"}, exact)
+        expected = results(call, {k: x for k, x in kwargs.items() if k != "backend"}, exact)
     except Exception:  # of what it does not check, as it is for right inputs alone
         return
     # Beyond 1e5 float32 does not know.
     known = all(x.isfinite().all() and not (x.abs() > 1e5).any() for x in expected)
-    if known and not found[0].is_meta and len(found) == len(expected):
-        for mine, truth in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine.double(), truth.double(), rtol=3e-2, atol=3e-2)
+    if known and not actual[0].is_meta and len(actual) == len(expected):
+        for value, truth in zip(actual, expected, strict=True):
+            torch.testing.assert_close(value.double(), truth.double(), rtol=3e-2, atol=3e-2)

@@ -97,7 +97,7 @@ def test_inputs_and_gradients_that_are_not_dense(call, kind, backend):
     support = make_support(batch, without=0.0, most=20)
     mask, ids, shape = batch.mask, batch.targets.masked_fill(~batch.mask, 0), batch.mask.shape
     factors = torch.linspace(0.5, 1.5, mask.numel()).view(shape)
-    found = []
+    grads_of_both = []
     for how in ("dense", kind):
         leaves = [batch.hidden.nan_to_num(), batch.weight, batch.bias]
         leaves = [laid_out(x, how).detach().requires_grad_() for x in leaves]
@@ -134,24 +134,24 @@ def test_inputs_and_gradients_that_are_not_dense(call, kind, backend):
             x.register_hook(lambda g, how=how: laid_out(g, how))
             total = total + (x if kind == "expanded" else x * weights).sum()
         total.backward()
-        found.append([x.grad for x in leaves])
-    for dense, other in zip(*found, strict=True):
+        grads_of_both.append([x.grad for x in leaves])
+    for dense, other in zip(*grads_of_both, strict=True):
         assert dense.norm() > 0 and relative_error(other, dense) < 1e-6
 
 
 @pytest.mark.parametrize("name", ("advantages", "mask", "old_logps", "targets"))
 @pytest.mark.parametrize("call", ("fused", "loss", "logits"))
 def test_constants_made_in_inference_mode(call, name, batch):
-    """As rollouts make them."""
-    found = []
+    """Rollouts make such constants."""
+    results = []
     for mode in (False, True):
-        given = {n: getattr(batch, n) for n in ("advantages", "mask", "old_logps")}
-        given["targets"] = batch.targets.masked_fill(~batch.mask, 0)
+        constants = {n: getattr(batch, n) for n in ("advantages", "mask", "old_logps")}
+        constants["targets"] = batch.targets.masked_fill(~batch.mask, 0)
         with torch.inference_mode(mode):
-            given[name] = given[name].clone()
+            constants[name] = constants[name].clone()
         hidden, weight = head(batch)
         hidden.data.nan_to_num_()
-        advantages, mask, old, targets = given.values()
+        advantages, mask, old, targets = constants.values()
         if call == "fused":
             loss = fused_grpo_loss(hidden, weight, targets, advantages, mask, old_logps=old).loss
         elif call == "logits":
@@ -160,9 +160,9 @@ def test_constants_made_in_inference_mode(call, name, batch):
             logps = linear_logprobs(hidden, weight, targets, mask).logps
             loss = grpo_loss(logps, advantages, mask, old_logps=old).loss
         loss.backward()
-        found.append((hidden.grad, weight.grad))
-    for expected, mine in zip(*found, strict=True):
-        assert expected.norm() > 0 and torch.equal(mine, expected)
+        results.append((hidden.grad, weight.grad))
+    for expected, actual in zip(*results, strict=True):
+        assert expected.norm() > 0 and torch.equal(actual, expected)
 
 
 EXACT_KL = GRPOLossConfig(beta=0.1, kl_estimator="exact", entropy_coef=0.1, loss_type="grpo")
@@ -171,12 +171,12 @@ CORRECTED = GRPOLossConfig(is_correction="token_truncate", off_policy_threshold=
 
 def everything(batch, backend, numbers):
     """Results and gradients of each public call; two tokens of each row are masked."""
-    (hidden, weight), found = head(batch), []
+    (hidden, weight), results = head(batch), []
     hidden.data.nan_to_num_()
     B, T = batch.mask.shape
     mask, old = (torch.arange(T) < T - 2).expand(B, T), batch.old_logps.nan_to_num(-1.0)
     targets = batch.targets.clamp(min=0)
-    of_head, on = (hidden, weight, targets, batch.advantages), {"backend": backend}
+    head_args, on = (hidden, weight, targets, batch.advantages), {"backend": backend}
     teacher = Reference(hidden.detach().flip(0), weight.detach().flip(1))
     execution = Execution(backend=backend)
     sets = Support(
@@ -186,10 +186,10 @@ def everything(batch, backend, numbers):
     def add(out):
         tensors = [out] if isinstance(out, torch.Tensor) else [*out]
         for x in tensors:
-            found.extend(x.values() if isinstance(x, dict) else () if x is None else [x])
+            results.extend(x.values() if isinstance(x, dict) else () if x is None else [x])
         if tensors[0].requires_grad:
             d = torch.autograd.grad(tensors[0].sum(), (hidden, weight), retain_graph=True)
-            found.extend(d)
+            results.extend(d)
         return out
 
     scored = add(linear_logprobs(hidden, weight, targets, mask, entropy=True, **on))
@@ -199,13 +199,13 @@ def everything(batch, backend, numbers):
     constants = {"old_logps": old, "sampling_logps": old - 0.1, "ce_weights": old / 1000}
     for number in numbers:
         for kind in DIVERGENCES:
-            given = hidden, weight, teacher, mask if number is None else None
-            add(fused_distillation_loss(*given, kind=kind, num_items=number, execution=execution))
-        given = on | {"num_items": number}
-        add(grpo_loss(scored.logps, batch.advantages, mask, config=CORRECTED, **constants, **given))
-        add(fused_grpo_loss(*of_head, mask, **constants, **given))
-        add(fused_grpo_loss(*of_head, reference=teacher, config=EXACT_KL, **given))
-        add(fused_grpo_loss(*of_head, mask, support=sets, **given))
+            args = hidden, weight, teacher, mask if number is None else None
+            add(fused_distillation_loss(*args, kind=kind, num_items=number, execution=execution))
+        how = on | {"num_items": number}
+        add(grpo_loss(scored.logps, batch.advantages, mask, config=CORRECTED, **constants, **how))
+        add(fused_grpo_loss(*head_args, mask, **constants, **how))
+        add(fused_grpo_loss(*head_args, reference=teacher, config=EXACT_KL, **how))
+        add(fused_grpo_loss(*head_args, mask, support=sets, **how))
     rewards = torch.linspace(0, 1, 514, dtype=torch.float32).square().view(-1, 2)
     for options in ({}, {"scale": "batch"}, {"aggregation": "normalize_then_sum"}):
         add(group_advantages(rewards, 257, weights=[1.0, 0.3], **options))
@@ -213,8 +213,9 @@ def everything(batch, backend, numbers):
     add(per_token_kl(scored.logps, old, mask, estimator="k3+", clamp=1.0))
     for direction in DIVERGENCES:
         add(topk_kl(many.logps, many.logps.detach() - 0.1, direction=direction))
-    found.append(torch.tensor(check_sampler(old, old - 0.1, old * 1.01, mask), dtype=torch.float64))
-    return found
+    gap = check_sampler(old, old - 0.1, old * 1.01, mask)
+    results.append(torch.tensor(gap, dtype=torch.float64))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -226,16 +227,16 @@ def test_another_default_dtype_changes_nothing(dtype, backend):
     T, numbers = 91, (None, 257, torch.tensor(70_001), torch.tensor(257.5))
     if backend == "triton":  # whose interpreter is slow
         T, numbers = 3, (torch.tensor(70_001),)
-    given = make_batch(B=3, T=T, H=8, V=13), backend, numbers
-    expected = everything(*given)
+    args = make_batch(B=3, T=T, H=8, V=13), backend, numbers
+    expected = everything(*args)
     torch.set_default_dtype(dtype)
     try:
-        found = everything(*given)
+        actual = everything(*args)
     finally:
         torch.set_default_dtype(torch.float32)
     assert sum(bool((x != 0).any()) for x in expected) > 0.7 * len(expected)
-    for mine, before in zip(found, expected, strict=True):
-        assert mine.dtype == before.dtype and torch.equal(mine, before)
+    for after, before in zip(actual, expected, strict=True):
+        assert after.dtype == before.dtype and torch.equal(after, before)
 
 
 MAKERS = {
@@ -252,8 +253,8 @@ def test_every_tensor_is_made_with_a_dtype():
                 assert not MAKERS - {"Tensor"} & {x.name for x in node.names}, path
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-            if of_torch and node.func.attr in MAKERS:
+            calls_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if calls_torch and node.func.attr in MAKERS:
                 assert "dtype" in {x.arg for x in node.keywords}, f"{path}:{node.lineno}"
 
 
@@ -291,24 +292,24 @@ def test_autocast_computes_in_float32(call, dtype, batch, expected):
 
 
 def test_a_bf16_head_with_a_float32_adapter():
-    """As PEFT has it: `lora_b` is trained, the weight is frozen."""
+    """PEFT trains `lora_b` and freezes the weight."""
     batch, grads = make_batch(), []
     g = torch.Generator().manual_seed(1)
-    given = (
+    tensors = (
         batch.hidden.bfloat16(),
         batch.hidden[..., :5].clone(),
         torch.randn(1003, 5, generator=g),
     )
     for call, dtype in ((fused_grpo_loss, None), (reference.fused_grpo_loss, torch.float64)):
-        leaves = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in given]
+        leaves = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in tensors]
         weight = batch.weight.bfloat16().to(dtype or torch.bfloat16)
         call(
             leaves[0], weight, batch.targets, batch.advantages, batch.mask,
             old_logps=batch.old_logps, low_rank=leaves[1:],
         ).loss.backward()  # fmt: skip
         grads.append([x.grad for x in leaves])
-    for mine, truth, x in zip(*grads, given, strict=True):
-        assert mine.dtype == x.dtype and relative_error(mine, truth) < 2.5e-3
+    for actual, truth, x in zip(*grads, tensors, strict=True):
+        assert actual.dtype == x.dtype and relative_error(actual, truth) < 2.5e-3
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -335,19 +336,19 @@ def test_gradient_checkpointing(call, use_reentrant, batch, expected):
 
 
 class Products(TorchDispatchMode):
-    """Which of the head's gradients are computed: the products of their shapes."""
+    """Records which gradients of the head are computed, by the shapes of the products."""
 
     def __init__(self, hidden, weight):
         super().__init__()
-        self.H, self.weight, self.found = hidden.shape[-1], tuple(weight.shape), set()
+        self.H, self.weight, self.computed = hidden.shape[-1], tuple(weight.shape), set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             if tuple(out.shape) == self.weight:
-                self.found.add("weight")
+                self.computed.add("weight")
             elif out.shape[1] == self.H:
-                self.found.add("hidden")
+                self.computed.add("hidden")
         return out
 
 
@@ -361,7 +362,7 @@ def test_what_is_frozen_costs_no_work(trained, call, batch):
         loss = CALLS[call](batch, hidden, weight)
         if trained:
             loss.backward()
-    assert products.found == set(trained) and loss.requires_grad == bool(trained)
+    assert products.computed == set(trained) and loss.requires_grad == bool(trained)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -431,15 +432,15 @@ def test_cuda_graph(masked):
     names = ("hidden", "weight", "targets", "advantages", "mask")
 
     def inputs_of(batch):
-        given = [getattr(batch, name).clone() for name in names]
+        values = [getattr(batch, name).clone() for name in names]
         if not masked:
-            given[0], given[2] = given[0].nan_to_num(), given[2].clamp(0, 5002)
-            given[4] = torch.ones_like(given[4])
-        return given
+            values[0], values[2] = values[0].nan_to_num(), values[2].clamp(0, 5002)
+            values[4] = torch.ones_like(values[4])
+        return values
 
-    def step(given, **options):
-        head = [x.detach().requires_grad_() for x in given[:2]]
-        fused_grpo_loss(*head, *given[2:], **options).loss.backward()
+    def step(values, **options):
+        head = [x.detach().requires_grad_() for x in values[:2]]
+        fused_grpo_loss(*head, *values[2:], **options).loss.backward()
         return [x.grad for x in head]
 
     static = inputs_of(batches[0])
@@ -452,9 +453,9 @@ def test_cuda_graph(masked):
     with torch.cuda.graph(graph):
         captured = step(static, capturable=True)
     for batch in batches:
-        given = inputs_of(batch)
-        for place, value in zip(static, given, strict=True):
+        values = inputs_of(batch)
+        for place, value in zip(static, values, strict=True):
             place.copy_(value)
         graph.replay()
-        for mine, plain in zip(captured, step(given), strict=True):
-            assert plain.norm() > 0 and relative_error(mine, plain) <= 3e-3
+        for actual, plain in zip(captured, step(values), strict=True):
+            assert plain.norm() > 0 and relative_error(actual, plain) <= 3e-3

@@ -37,40 +37,40 @@ def ban_entries(logits, targets):
     banned = torch.rand(6, V, generator=g) < torch.tensor([0.3, 0.9, 1.0, 0.0, 0.5, 0.0])[:, None]
     banned[3, : min(V - 2, 2100)] = True
     banned = banned.to(logits.device).scatter_(1, targets[:, None], False)
-    others = (targets[:, None] + 1) % V  # something to be uncertain of
-    banned.scatter_(1, others, False)
-    banned[2, others[2]] = banned[4, targets[4]] = True
+    other_ids = (targets[:, None] + 1) % V  # something to be uncertain of
+    banned.scatter_(1, other_ids, False)
+    banned[2, other_ids[2]] = banned[4, targets[4]] = True
     logits.masked_fill_(banned, -math.inf)
 
 
 def without_gradient(logits, targets, transform):
-    """Where a logit of -inf has no gradient: without a softcap a target has its log-prob's."""
+    """Returns where a logit of -inf has no gradient; without a softcap a target has one."""
     banned = logits == -math.inf
     if transform.softcap is None:
         banned.scatter_(1, targets[:, None], False)
     return banned
 
 
-def assert_exact(logits, targets, transform, of_lse=1.0, of_entropy=1.0):
+def assert_exact(logits, targets, transform, lse_grad=1.0, entropy_grad=1.0):
     """Statistics and gradients of both backends."""
     (count, V), device = logits.shape, logits.device
     g = torch.Generator().manual_seed(0)
     weights = torch.randn(3, count, generator=g)
     weights[0, ::3] = 0.0
-    weights = (weights * torch.tensor([1.0, of_lse, of_entropy])[:, None]).to(device)
+    weights = (weights * torch.tensor([1.0, lse_grad, entropy_grad])[:, None]).to(device)
     truth, expected = exact_statistics(logits, targets, transform, weights)
     at_zero = without_gradient(logits, targets, transform)
-    of = weights[0], weights[2] if of_entropy else None, weights[1] if of_lse else None
+    of = weights[0], weights[2] if entropy_grad else None, weights[1] if lse_grad else None
     for backend in (torch_backend, triton_backend):
         stats = backend.token_stats(logits, targets, transform, entropy=True)
-        for mine, true in zip(stats[:3], truth, strict=True):
-            torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=2e-5)
+        for actual, true in zip(stats[:3], truth, strict=True):
+            torch.testing.assert_close(actual.double(), true, rtol=2e-6, atol=2e-5)
         grads, out = RowGrads.of(stats, StatGrads(*of)), torch.empty(count, V, device=device)
         backend.logit_grads_(logits, targets, transform, grads, out)
         assert (out[at_zero] == 0).all() and relative_error(out, expected) <= 2e-5
         torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-6)
-        backend.logit_grads_(logits, targets, transform, grads, given := logits.clone())
-        assert given.equal(out)
+        backend.logit_grads_(logits, targets, transform, grads, in_place := logits.clone())
+        assert in_place.equal(out)
 
 
 def assert_exps_are_the_gradient(logits, targets, transform):
@@ -81,12 +81,12 @@ def assert_exps_are_the_gradient(logits, targets, transform):
     at_zero = without_gradient(logits, targets, transform)
     for backend in (torch_backend, triton_backend):
         for dtype in (None, torch.float32, torch.float64 if INTERPRETED else torch.bfloat16):
-            given = exps = logits.clone()
+            source = exps = logits.clone()
             if dtype != torch.float32:
-                exps = None if dtype is None else torch.full_like(given, math.nan, dtype=dtype)
-            stats = backend.token_stats(given, targets, transform, entropy=True, exps=exps)
-            for mine, true in zip(stats[:3], truth, strict=True):
-                torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=2e-5)
+                exps = None if dtype is None else torch.full_like(source, math.nan, dtype=dtype)
+            stats = backend.token_stats(source, targets, transform, entropy=True, exps=exps)
+            for value, true in zip(stats[:3], truth, strict=True):
+                torch.testing.assert_close(value.double(), true, rtol=2e-6, atol=2e-5)
             if exps is None:
                 continue
             assert (exps[at_zero] == 0).all() and stats.total.isfinite().all()
@@ -108,9 +108,9 @@ def test_transforms(V, option, banned, device):
     logits, targets, transform = tile(6, V, device, pad=8 * banned, options=TRANSFORMS[option])
     if banned:
         ban_entries(logits, targets)
-    for of_entropy in (0.0, 1.0):
-        of_lse = 1.0 - of_entropy if banned else of_entropy
-        assert_exact(logits, targets, transform, of_lse, of_entropy)
+    for entropy_grad in (0.0, 1.0):
+        lse_grad = 1.0 - entropy_grad if banned else entropy_grad
+        assert_exact(logits, targets, transform, lse_grad, entropy_grad)
     assert_exps_are_the_gradient(logits, targets, transform)
 
 
@@ -119,9 +119,9 @@ def test_transforms(V, option, banned, device):
 @pytest.mark.parametrize("option", ("plain", "everything"))
 def test_full_vocabulary(option, device):
     """V = 151,936 is no multiple of the block: 3,712 columns past its end must not count."""
-    given = tile(2, 151_936, device, options=TRANSFORMS[option])
-    assert_exact(*given)
-    assert_exps_are_the_gradient(*given)
+    args = tile(2, 151_936, device, options=TRANSFORMS[option])
+    assert_exact(*args)
+    assert_exps_are_the_gradient(*args)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -180,8 +180,8 @@ def test_logits_as_large_as_float32_has_them(sweeps, device):
     transform = LogitTransform()
     expected = logits.double().log_softmax(1).gather(1, targets[:, None])[:, 0]
     exps = logits.clone() if sweeps == "in_place" else None
-    given = exps if exps is not None else logits
-    stats = triton_backend.token_stats(given, targets, transform, entropy=True, exps=exps)
+    source = exps if exps is not None else logits
+    stats = triton_backend.token_stats(source, targets, transform, entropy=True, exps=exps)
     assert expected[:3].min() < -1e38 and expected[3] > -30
     torch.testing.assert_close(stats.logps.double(), expected, rtol=1e-6, atol=1e-4)
     assert (stats.entropy >= 0).all()
@@ -211,8 +211,8 @@ def test_one_sweep_over_infinite_logits(backend, device):
     entropy = -torch.where(p > 0, p * expected[:2], 0.0).sum(1)
     assert (stats.entropy[:2] - entropy).abs().max() <= 1e-5
     assert abs(stats.logps[0] - expected[0, targets[0]]) <= 1e-5
-    mine = exps[:2] / stats.total[:2, None]
-    assert (mine - (p - torch.eye(V, device=device)[targets[:2]])).abs().max() <= 1e-6
+    actual = exps[:2] / stats.total[:2, None]
+    assert (actual - (p - torch.eye(V, device=device)[targets[:2]])).abs().max() <= 1e-6
     assert exps[2:].isnan().any(1).all()
 
 
@@ -254,8 +254,8 @@ def test_a_whole_chunk_against_float64(dtype, limit, device, C, V):
         actual = d_logits[rows].double()
         assert expected.norm() > 0 and relative_error(actual, expected) <= limit
         # Beside the target's entry the others are small.
-        others = (x.scatter(1, of, 0.0) for x in (actual, expected))
-        assert relative_error(*others) <= limit
+        off_target = (x.scatter(1, of, 0.0) for x in (actual, expected))
+        assert relative_error(*off_target) <= limit
         if exps is not None:  # one sweep, without the entropy's gradient
             one_hot = torch.zeros_like(p).scatter_(1, of, 1.0)
             swept = row_factors(stats.at(rows), d_logps[rows], plain)[:, None] * exps[rows].double()
@@ -267,11 +267,11 @@ def test_a_whole_chunk_against_float64(dtype, limit, device, C, V):
 def test_logits_that_are_all_the_same(option, device):
     """A scale of 0, or an infinite temperature: uniform, with gradients of 0 but for the target."""
     logits, targets, _ = tile(4, 2 * 2048 + 5, device)
-    given = {k: torch.full((4,), v, device=device) if k == "temperature" else v
+    options = {k: torch.full((4,), v, device=device) if k == "temperature" else v
              for k, v in option.items()}  # fmt: skip
     for exps in (None, torch.empty_like(logits)):
         stats = triton_backend.token_stats(
-            logits, targets, LogitTransform(**given), entropy=True, exps=exps
+            logits, targets, LogitTransform(**options), entropy=True, exps=exps
         )
         assert (stats.logps + math.log(logits.shape[1])).abs().max() <= 1e-5
         assert (stats.entropy - math.log(logits.shape[1])).abs().max() <= 1e-5
@@ -281,29 +281,29 @@ def test_logits_that_are_all_the_same(option, device):
 @pytest.mark.parametrize("offset", (0.0, -300.0))
 @pytest.mark.parametrize("option", TRANSFORMS)
 def test_a_target_of_minus_one_is_none_of_the_columns(option, offset, backend, device="cpu"):
-    """As in rows one column wider, whose last is the target and -inf."""
+    """A target of -1 equals a target in an additional column of -inf."""
     logits, targets, transform = tile(5, 2500, device, offset=offset, options=TRANSFORMS[option])
     targets[:3] = -1
     logits[2, 0] = -math.inf  # no column stands for it
     wide = torch.cat([logits, torch.full((5, 1), -math.inf)], 1)
     placed = torch.where(targets < 0, 2500, targets)
     weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    found = []
+    results = []
     for x, ids in ((logits, targets), (wide, placed)):
         exps, d = torch.empty_like(x), torch.empty_like(x)
         stats = backend.token_stats(x, ids, transform, entropy=True, exps=exps)
         assert torch.equal(stats.logps[:3], torch.full((3,), -math.inf))
         rows = RowGrads.of(stats._replace(logps=stats.logps.clamp(min=-9.0)), StatGrads(*weights))
         backend.logit_grads_(x, ids, transform, rows, out=d)
-        found.append((*stats, exps[:, :2500], d[:, :2500]))
+        results.append((*stats, exps[:, :2500], d[:, :2500]))
         in_place = x.clone()
         again = backend.token_stats(in_place, ids, transform, entropy=True, exps=in_place)
         factors = (exps / in_place).nan_to_num(1.0)[:, :2500]  # another anchor, perhaps
         torch.testing.assert_close(factors.amin(1), factors.amax(1), rtol=1e-4, atol=0)
         torch.testing.assert_close(again.logps, stats.logps)
-    for mine, expected in zip(*found, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
-        assert mine.abs().sum() > 0
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        assert actual.abs().sum() > 0
 
 
 def policy_inputs(tokens, device):
@@ -320,15 +320,15 @@ def policy_inputs(tokens, device):
     return {k: v.to(device) for k, v in inputs.items()}, logps.to(device), x[7].abs().to(device)
 
 
-def assert_policy_is_exact(logps, entropy, **given):
-    truth = exact_policy_loss(logps, entropy, **given)
-    result = triton_backend.policy_loss(logps, entropy, grad=True, **given)
-    for mine, true in zip(result, truth, strict=True):
-        assert (mine is None) == (true is None)
+def assert_policy_is_exact(logps, entropy, **kwargs):
+    truth = exact_policy_loss(logps, entropy, **kwargs)
+    result = triton_backend.policy_loss(logps, entropy, grad=True, **kwargs)
+    for actual, true in zip(result, truth, strict=True):
+        assert (actual is None) == (true is None)
         if true is not None:
             atol = 1e-6 * max(1.0, float(true.abs().amax()))
-            torch.testing.assert_close(mine.double(), true, rtol=2e-5, atol=atol)
-    value = triton_backend.policy_loss(logps, entropy, grad=False, **given)
+            torch.testing.assert_close(actual.double(), true, rtol=2e-5, atol=atol)
+    value = triton_backend.policy_loss(logps, entropy, grad=False, **kwargs)
     assert value.loss.equal(result.loss) and value.d_logps is value.d_entropy is None
     return result
 
@@ -392,7 +392,7 @@ def test_policy_loss_of_some_tokens(tokens, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("surrogate", ("clip", "delta", "cispo"))
 def test_a_ratio_that_overflows(surrogate, device):
-    """Its loss and gradient are those of a ratio of e^80, but where a bound holds finite."""
+    """Loss and gradient are those of a ratio of e^80, unless a bound keeps them finite."""
     inputs, logps, entropy = policy_inputs(200, device)
     inputs["old_logps"][::7] = -150.0
     inputs["advantages"] = inputs["advantages"].abs() if surrogate == "clip" else -1.0 * (
@@ -405,9 +405,9 @@ def test_a_ratio_that_overflows(surrogate, device):
 def options_of(function):
     """The parameters that a caller knows of, with kinds, defaults and types."""
     signature = inspect.signature(function)
-    own = ("launch", "block_bytes")
+    triton_only = ("launch", "block_bytes")
     return [
-        x for x in signature.parameters.values() if x.name not in own
+        x for x in signature.parameters.values() if x.name not in triton_only
     ], signature.return_annotation
 
 
@@ -415,9 +415,9 @@ def test_backends_have_the_same_signatures():
     names = set(triton_backend.__all__) - {"policy_loss"}
     assert torch_backend.policy_loss is None and callable(triton_backend.policy_loss)
     for name in names:
-        mine, theirs = (getattr(backend, name) for backend in (torch_backend, triton_backend))
-        assert options_of(mine) == options_of(theirs), name
-        assert mine.__doc__ and not theirs.__doc__
-    others = {k for k, x in vars(torch_backend).items() if inspect.isfunction(x)
+        ours, theirs = (getattr(backend, name) for backend in (torch_backend, triton_backend))
+        assert options_of(ours) == options_of(theirs), name
+        assert ours.__doc__ and not theirs.__doc__
+    functions = {k for k, x in vars(torch_backend).items() if inspect.isfunction(x)
               and x.__module__ == torch_backend.__name__ and k[0] != "_"}  # fmt: skip
-    assert names == others - {"row_blocks", "row_sums"}
+    assert names == functions - {"row_blocks", "row_sums"}

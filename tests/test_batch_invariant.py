@@ -21,41 +21,41 @@ def tokens(dtype=torch.float32):
     weight = torch.randn(V, H, generator=g).to(dtype)
     targets = torch.randint(V, (N,), generator=g)
     hidden = 0.2 * weight[targets].float() + torch.randn(N, H, generator=g)
-    per_token = {
+    fields = {
         "advantages": torch.randn(N, generator=g), "old_logps": torch.randn(N, generator=g) - 5,
         "temperature": 0.7 + torch.rand(N, generator=g),
         "a_out": torch.randn(N, 4, generator=g), "d": torch.randn(3, N, generator=g),
     }  # fmt: skip
     lora_b, bias = 0.3 * torch.randn(V, 4, generator=g), torch.randn(V, generator=g)
-    return hidden.to(dtype), weight, targets, per_token, lora_b, bias
+    return hidden.to(dtype), weight, targets, fields, lora_b, bias
 
 
 def some_of(rows, call, dtype=torch.float32, adapter=True, **options):
     """The results of a call over `rows` of the tokens, with their gradients."""
     rows = torch.as_tensor(rows)
-    hidden, weight, targets, given, lora_b, bias = tokens(dtype)
+    hidden, weight, targets, fields, lora_b, bias = tokens(dtype)
     hidden = hidden[rows].clone().requires_grad_()
-    a_out = given["a_out"][rows].clone().requires_grad_()
+    a_out = fields["a_out"][rows].clone().requires_grad_()
     head = (hidden, weight, targets[rows])
-    options = {**INVARIANT, "temperature": given["temperature"][rows], "bias": bias, **options}
+    options = {**INVARIANT, "temperature": fields["temperature"][rows], "bias": bias, **options}
     if adapter:
         options["low_rank"] = (a_out, lora_b)
     if call == "loss":
         out = fused_grpo_loss(
-            *head, given["advantages"][rows], old_logps=given["old_logps"][rows], num_items=N,
+            *head, fields["advantages"][rows], old_logps=fields["old_logps"][rows], num_items=N,
             config=GRPOLossConfig(loss_type="dapo"), **options,
         )  # fmt: skip
         out.loss.backward()
-        found = [out.logps, out.entropy]
+        results = [out.logps, out.entropy]
     else:
         out = linear_logprobs(*head, entropy=True, **options)
-        sum((d * x).sum() for d, x in zip(given["d"][:, rows], out, strict=False)).backward()
-        found = [*out]
-    return [*found, hidden.grad, *([a_out.grad] if adapter else [])]
+        sum((d * x).sum() for d, x in zip(fields["d"][:, rows], out, strict=False)).backward()
+        results = [*out]
+    return [*results, hidden.grad, *([a_out.grad] if adapter else [])]
 
 
 def assert_same_bits(rows, call, of=N, chunk_bytes=None, **options):
-    """Those of the same rows, whether `of` all tokens or alone, these in chunks of such a size."""
+    """Compares rows computed with all tokens and rows computed alone, in chunks of a size."""
     all_of = some_of(range(of), call, **options)
     alone = some_of(rows, call, chunk_bytes=chunk_bytes, **options)
     for place, (part, expected) in enumerate(zip(alone, all_of, strict=True)):
@@ -133,7 +133,7 @@ def test_scored_and_trained_log_probs_are_equal(dtype, backend, monkeypatch):
 
 @pytest.mark.parametrize("call", ("loss", "logprobs"))
 def test_products_of_the_callers_own_have_one_shape(call):
-    """Of logits, and of the gradient of the states; their values are `test_pairs.py`'s."""
+    """Products of logits and of the states' gradient; `test_pairs.py` checks their values."""
     shapes = []
 
     def matmul(a, b):

@@ -24,24 +24,24 @@ def fresh_compiler(monkeypatch, tmp_path):
     torch._dynamo.reset()
 
 
-def of_loss(h, weight, b):
+def grpo(h, weight, b):
     return grpo_kernels.fused_grpo_loss(
         h, LMHead(weight, temperature=0.7), b.targets, b.advantages, b.mask,
         ref_logps=b.ref_logps, config=CONFIG,
     ).loss  # fmt: skip
 
 
-def of_logps(h, weight, b):
+def logprobs(h, weight, b):
     out = grpo_kernels.linear_logprobs(h, weight, b.targets, b.mask)
     return grpo_kernels.grpo_loss(out.logps, b.advantages, b.mask).loss
 
 
-def of_teacher(h, weight, b):
+def distillation(h, weight, b):
     teacher = Reference(h.detach() + 0.1, weight.detach())
     return grpo_kernels.fused_distillation_loss(h, weight, teacher, b.mask).loss
 
 
-def of_logits(h, weight, b):
+def log_softmax(h, weight, b):
     targets = b.targets.clamp(0)
     logps = grpo_kernels.selective_log_softmax((h @ weight.T).nan_to_num(), targets)
     return (logps * b.mask).sum()
@@ -49,10 +49,10 @@ def of_logits(h, weight, b):
 
 # By the first call in it: a loss of hidden states.
 LOSSES = {
-    "fused_grpo_loss": of_loss,
-    "linear_logprobs": of_logps,
-    "fused_distillation_loss": of_teacher,
-    "selective_log_softmax": of_logits,
+    "fused_grpo_loss": grpo,
+    "linear_logprobs": logprobs,
+    "fused_distillation_loss": distillation,
+    "selective_log_softmax": log_softmax,
 }
 
 
@@ -102,11 +102,11 @@ def test_one_graph_is_refused_by_the_name_of_the_call(name):
 
 
 def test_under_the_optimizer_of_ddp(tmp_path, monkeypatch):
-    """It splits graphs where buckets of gradients end."""
+    """DDP's optimizer splits graphs where buckets of gradients end."""
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     try:
-        model, batch = Model(of_loss), make_batch()
+        model, batch = Model(grpo), make_batch()
         expected = gradients(model, model, batch)
         wrapped = DistributedDataParallel(model, bucket_cap_mb=2e-3)
         assert torch._dynamo.config.optimize_ddp

@@ -1,4 +1,4 @@
-"""What composes from public calls, as the docs show it, against the float64 reference."""
+"""Compositions of public calls, as the docs show them, against the float64 reference."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,19 +33,19 @@ EXACT = Calls(*(getattr(reference, name) for name in Calls._fields[:4]), torch.f
 
 
 def calls_of(backend):
-    of_head = {"execution": Execution(backend=backend)}
-    options = (of_head, of_head, {"backend": backend}, {"backend": backend})
+    head_options = {"execution": Execution(backend=backend)}
+    options = (head_options, head_options, {"backend": backend}, {"backend": backend})
     fast = (
-        partial(getattr(grpo_kernels, name), **given)
-        for name, given in zip(Calls._fields[:4], options, strict=True)
+        partial(getattr(grpo_kernels, name), **kwargs)
+        for name, kwargs in zip(Calls._fields[:4], options, strict=True)
     )
     return Calls(*fast, torch.float32)
 
 
 def run(compose, calls, batch, *more):
     """The loss that `compose` makes of hidden states, weight and bias, and its gradients."""
-    given = (batch.hidden, batch.weight, batch.bias, *more)
-    leaves = [x.to(calls.dtype, copy=True).requires_grad_() for x in given]
+    tensors = (batch.hidden, batch.weight, batch.bias, *more)
+    leaves = [x.to(calls.dtype, copy=True).requires_grad_() for x in tensors]
     loss = compose(calls, *leaves)
     loss.backward()
     return loss.detach(), *(x.grad for x in leaves)
@@ -77,13 +77,13 @@ def plain_loss(batch, cfg, mask=None, rows=..., **options):
 
 def truncated_with_the_kl_of_the_whole(batch, support, cfg):
     def compose(calls, hidden, weight, bias):
-        given = (hidden, LMHead(weight, bias), batch.targets, batch.mask)
-        truncated = calls.linear_logprobs(*given, support=support).logps
-        whole = calls.linear_logprobs(*given).logps
+        args = (hidden, LMHead(weight, bias), batch.targets, batch.mask)
+        truncated = calls.linear_logprobs(*args, support=support).logps
+        full = calls.linear_logprobs(*args).logps
         out = calls.grpo_loss(
             truncated, batch.advantages, batch.mask, old_logps=batch.old_logps, config=cfg
         )
-        kl = per_token_kl(whole, batch.ref_logps, batch.mask)
+        kl = per_token_kl(full, batch.ref_logps, batch.mask)
         return out.loss + 0.1 * kl.sum() / batch.mask.sum()
 
     return compose
@@ -96,7 +96,7 @@ def truncated_with_the_kl_of_the_whole(batch, support, cfg):
 def test_a_truncated_policy_with_the_kl_of_the_whole_one(loss_type, without, backend):
     batch, cfg = make_batch(**SMALL), config(loss_type=loss_type)
     support = make_support(batch, without=without, most=9)
-    # The reference's log-probs are of its whole softmax, the old ones of the truncated one.
+    # Reference log-probs are over the full vocabulary, old ones over the truncated one.
     batch.old_logps = with_logps_of(batch, support, bias=True).old_logps
     compose = truncated_with_the_kl_of_the_whole(batch, support, cfg)
     expected = run(compose, EXACT, batch)
@@ -119,23 +119,23 @@ def test_masked_logits(temperature, backend):
     g = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(4, 6, 61, generator=g)
     targets = torch.randint(61, (4, 5), generator=g)
-    kept = torch.rand(4, 5, 61, generator=g) < 0.2
-    kept.scatter_(-1, targets[..., None], True)
+    allowed = torch.rand(4, 5, 61, generator=g) < 0.2
+    allowed.scatter_(-1, targets[..., None], True)
     factors = torch.randn(4, 5, generator=g)
     results = []
     for calls in (calls_of(backend), EXACT):
         x = logits.to(calls.dtype, copy=True).requires_grad_()
-        masked = x[:, :-1].masked_fill(~kept, -torch.inf)
+        masked = x[:, :-1].masked_fill(~allowed, -torch.inf)
         logps = calls.selective_log_softmax(masked, targets, temperature=temperature)
         (factors * logps).sum().backward()
-        assert not x.grad[:, :-1][~kept].any()
+        assert not x.grad[:, :-1][~allowed].any()
         results.append((logps.detach(), x.grad))
     ours, exact = results
     expect_equal(ours, exact)
-    # By definition: the log-prob in the whole softmax, less that of the set.
-    whole = (logits[:, :-1].double() / temperature).log_softmax(-1)
-    of_set = whole.masked_fill(~kept, -torch.inf).logsumexp(-1)
-    expect_equal((ours[0],), (whole.gather(-1, targets[..., None])[..., 0] - of_set,))
+    # By definition: the token's log-prob over the full vocabulary minus that of the set.
+    full = (logits[:, :-1].double() / temperature).log_softmax(-1)
+    set_logsumexp = full.masked_fill(~allowed, -torch.inf).logsumexp(-1)
+    expect_equal((ours[0],), (full.gather(-1, targets[..., None])[..., 0] - set_logsumexp,))
 
 
 # docs/design.md: rows of the head that are padding, tokens that are left out
@@ -198,12 +198,12 @@ def test_a_smaller_mask_with_the_whole_denominator(loss_type, backend):
 def test_parts_of_a_batch_with_its_denominator(quantile, backend):
     """Losses and gradients of the parts add up, by the whole's threshold of entropies, too."""
     batch = make_batch(**SMALL)
-    whole, threshold = config(top_entropy_quantile=quantile), None
+    full, threshold = config(top_entropy_quantile=quantile), None
     if quantile < 1:
-        given = (batch.hidden.double(), LMHead(batch.weight.double(), batch.bias.double()))
-        entropy = reference.linear_logprobs(*given, batch.targets, batch.mask).entropy
+        head = (batch.hidden.double(), LMHead(batch.weight.double(), batch.bias.double()))
+        entropy = reference.linear_logprobs(*head, batch.targets, batch.mask).entropy
         threshold = entropy[batch.mask].quantile(1 - quantile).item()
-    cfg = replace(whole, entropy_threshold=threshold)
+    cfg = replace(full, entropy_threshold=threshold)
     assert cfg.one_pass
     parts = [
         run(
@@ -212,7 +212,7 @@ def test_parts_of_a_batch_with_its_denominator(quantile, backend):
         )
         for columns in (slice(0, 2), slice(2, 5))
     ]  # fmt: skip
-    expected = run(plain_loss(batch, whole), EXACT, batch)
+    expected = run(plain_loss(batch, full), EXACT, batch)
     expect_equal([sum(part) for part in zip(*parts, strict=True)], expected)
 
 
@@ -225,14 +225,14 @@ def test_tokens_of_all_ranks(loss_type, layout, backend, one_rank):
     cfg, calls = config(loss_type=loss_type), calls_of(backend)
 
     def gathered(_, hidden, weight, bias):
-        own = calls.linear_logprobs(hidden, LMHead(weight, bias), batch.targets, batch.mask)
+        local = calls.linear_logprobs(hidden, LMHead(weight, bias), batch.targets, batch.mask)
         logps, mask, old_logps = (
-            gather_tokens(x, one_rank) for x in (own.logps, batch.mask, batch.old_logps)
+            gather_tokens(x, one_rank) for x in (local.logps, batch.mask, batch.old_logps)
         )
         return calls.grpo_loss(
             logps, batch.advantages, mask, old_logps=old_logps, config=cfg,
             cu_seqlens=batch.cu_seqlens,
         ).loss  # fmt: skip
 
-    whole = plain_loss(batch, cfg, cu_seqlens=batch.cu_seqlens)
-    expect_equal(run(gathered, calls, batch), run(whole, EXACT, batch))
+    plain = plain_loss(batch, cfg, cu_seqlens=batch.cu_seqlens)
+    expect_equal(run(gathered, calls, batch), run(plain, EXACT, batch))

@@ -55,8 +55,8 @@ def test_a_loss_is_no_file_of_the_package():
     batch = make_batch(B=3, T=5, H=16, V=61)
     hidden, weight = (x.detach().clone().requires_grad_() for x in (batch.hidden, batch.weight))
     config = GRPOLossConfig(loss_type=Squared())
-    given = (batch.targets, batch.advantages, batch.mask)
-    out = fused_grpo_loss(hidden, weight, *given, old_logps=batch.old_logps, config=config)
+    args = (batch.targets, batch.advantages, batch.mask)
+    out = fused_grpo_loss(hidden, weight, *args, old_logps=batch.old_logps, config=config)
     out.loss.backward()
     h, w = (x.detach().double().requires_grad_() for x in (batch.hidden, batch.weight))
     logps = (h.nan_to_num() @ w.T).log_softmax(-1)
@@ -117,14 +117,14 @@ class SkewKL(Divergence):
 
 @triton.jit
 def _skew_addend(p, q, d, beta):
-    _, of_q = to_mixture(d, beta)
-    return kl_addend(q, p + beta * (q - p), of_q)
+    _, q_log_ratio = to_mixture(d, beta)
+    return kl_addend(q, p + beta * (q - p), q_log_ratio)
 
 
 @triton.jit
 def _skew_moment(p, q, d, mean, beta):
-    _, of_q = to_mixture(d, beta)
-    return tl.where(p == 0.0, 0.0, -p * (expm1(of_q) + mean))
+    _, q_log_ratio = to_mixture(d, beta)
+    return tl.where(p == 0.0, 0.0, -p * (expm1(q_log_ratio) + mean))
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))

@@ -27,7 +27,7 @@ from tests.helpers.tiers import cases
 def mixed_batch(B=6, T=11, **options):
     batch = with_cross_entropy(make_batch(B=B, T=T, **options))
     chosen = batch.ce_weights != 0
-    # Of the policy alone, of both, of the cross-entropy alone, and of neither.
+    # Tokens of the policy loss only, of both, of the cross-entropy only; there are some of neither.
     kinds = (batch.mask & ~chosen, batch.mask & chosen, ~batch.mask & chosen)
     assert all(kind.any() for kind in (*kinds, ~batch.mask & ~chosen))
     assert batch.hidden[~batch.mask & ~chosen].isnan().all()
@@ -90,8 +90,8 @@ def test_where_advantages_are_per_token():
     expect_equal(batch, options, chunk_bytes=CHUNK)
 
 
-@pytest.mark.parametrize("own", (False, True), ids=("entropy_threshold", "own_objective"))
-def test_what_depends_on_the_entropy(own):
+@pytest.mark.parametrize("own_config", (False, True), ids=("entropy_threshold", "own_objective"))
+def test_what_depends_on_the_entropy(own_config):
     """An objective of one's own sees the policy's tokens alone; a threshold keeps to them."""
     batch = mixed_batch()
     seen = []
@@ -100,7 +100,7 @@ def test_what_depends_on_the_entropy(own):
         seen.append(tokens)
         return -tokens.advantages * tokens.ratio - 0.1 * tokens.entropy
 
-    options = {"config": config(loss_type=objective)} if own else {
+    options = {"config": config(loss_type=objective)} if own_config else {
         "config": config(top_entropy_quantile=0.5, entropy_threshold=1.0)
     }  # fmt: skip
     out = expect_equal(batch, {**options, "old_logps": True, "ce_weights": True})
@@ -120,11 +120,11 @@ def test_the_rest_does_not_hear_of_it(loss_type):
     """The policy's loss, its metrics and what is returned of its tokens are as without."""
     batch, options = mixed_batch(), {"config": config(loss_type=loss_type, beta=0.1)}
     names = ("old_logps", "ref_logps", "sampling_logps")
-    given = {name: getattr(batch, name) for name in names}
+    kwargs = {name: getattr(batch, name) for name in names}
     args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
     with torch.no_grad():
-        plain = fused_grpo_loss(*args, **given, **options)
-        mixed = fused_grpo_loss(*args, **given, **options, ce_weights=batch.ce_weights)
+        plain = fused_grpo_loss(*args, **kwargs, **options)
+        mixed = fused_grpo_loss(*args, **kwargs, **options, ce_weights=batch.ce_weights)
     metrics = dict(mixed.metrics)
     chosen = batch.ce_weights != 0
     term = -(batch.ce_weights * mixed.logps)[chosen].sum()
@@ -136,7 +136,7 @@ def test_the_rest_does_not_hear_of_it(loss_type):
     for name, value in plain.metrics.items():
         torch.testing.assert_close(metrics[name], value, msg=name)
     torch.testing.assert_close(mixed.logps[batch.mask], plain.logps[batch.mask])
-    # What was computed comes back.
+    # Computed values are returned.
     scored = linear_logprobs(*args[:3], mask=batch.mask | chosen, entropy=True)
     torch.testing.assert_close(mixed.logps, scored.logps)
     torch.testing.assert_close(mixed.entropy, scored.entropy)

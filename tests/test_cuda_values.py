@@ -56,7 +56,7 @@ def test_values(case, dtype):
 
 @pytest.mark.parametrize("name", whole_calls.CASES)
 def test_values_of_whole_calls(name):
-    """Those with which a GPU's first day begins."""
+    """Whole calls that the GPU benchmarks check first."""
     row = whole_calls.compare(name, "cuda", large=V + 500, tokens=3)
     assert whole_calls.is_right(row, whole_calls.CASES[name][0]), row
 
@@ -90,8 +90,8 @@ def test_values_of_a_frozen_head(dtype):
         out = call(hidden, batch.weight.detach().to(to), batch.targets, mask=batch.mask, **how)
         loss = 64 * torch.where(batch.mask, out.logps, 0.0).square().mean()
         results.append(torch.autograd.grad(loss, hidden)[0])
-    true, mine = results
-    assert true.norm() > 0 and relative_error(mine, true) <= TOLERANCE[dtype]
+    true, actual = results
+    assert true.norm() > 0 and relative_error(actual, true) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -126,18 +126,18 @@ def test_values_of_two_heads(what, options, dtype):
                 *leaves, other, mask, kind=what, beta=0.3, execution=execution
             ).loss
         else:
-            given = (
+            args = (
                 batch.targets,
                 batch.advantages.to(torch.promote_types(to, torch.float32)),
                 mask,
             )
             value = package.fused_grpo_loss(
-                *leaves, *given, reference=other, config=config(beta=2.0, **options)
+                *leaves, *args, reference=other, config=config(beta=2.0, **options)
             ).loss
         (64 * value).backward()
         results.append([value.detach(), *(x.grad for x in leaves)])
-    for true, mine in zip(*results, strict=True):
-        assert true.norm() > 0 and relative_error(mine, true) <= TOLERANCE[dtype]
+    for true, actual in zip(*results, strict=True):
+        assert true.norm() > 0 and relative_error(actual, true) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -186,9 +186,9 @@ def test_values_of_an_attached_model():
     attach_fused_head(model)
     labels = ids.cuda()
     logps = model(labels, labels=labels, fused_head=True).logps
-    mine = logps if logps.shape == true.shape else logps[:, 1:]
-    assert (mine.cpu() - true).abs().max() <= 1e-4
-    mine.sum().backward()
-    wanted = dict(exact.named_parameters())
+    actual = logps if logps.shape == true.shape else logps[:, 1:]
+    assert (actual.cpu() - true).abs().max() <= 1e-4
+    actual.sum().backward()
+    exact_weights = dict(exact.named_parameters())
     for name, weight in model.named_parameters():
-        assert relative_error(weight.grad.cpu(), wanted[name].grad) <= 1e-4, name
+        assert relative_error(weight.grad.cpu(), exact_weights[name].grad) <= 1e-4, name

@@ -14,7 +14,7 @@ V = 211
 
 
 def divergence(s, t, direction, beta):
-    """Of whole distributions, from log-probs."""
+    """Returns the divergence of full distributions from log-probs."""
     m = (beta * t.exp() + (1 - beta) * s.exp()).log()
 
     def kl(p, q):
@@ -52,9 +52,9 @@ def test_a_teachers_top_k(direction, backend):
         leaves[0], LMHead(*leaves[1:], softcap=8.0, temperature=0.7), None, mask, support=support,
         entries=True, entropy=True, execution=Execution(backend=backend),
     )  # fmt: skip
-    found = topk_kl(out.logps, teacher, support.offsets, direction=direction, beta=0.3)
-    found = found * mask.flatten()
-    loss = (found * weights).sum() + (out.entropy + 0.3 * out.logsumexp).square().sum()
+    kl = topk_kl(out.logps, teacher, support.offsets, direction=direction, beta=0.3)
+    kl = kl * mask.flatten()
+    loss = (kl * weights).sum() + (out.entropy + 0.3 * out.logsumexp).square().sum()
     loss.backward()
 
     truth = [x.detach().double().requires_grad_() for x in leaves]
@@ -73,9 +73,9 @@ def test_a_teachers_top_k(direction, backend):
         total = total + (entropy + 0.3 * z.logsumexp(-1)).square()
     total.backward()
     assert float(loss) == pytest.approx(float(total), rel=1e-5)
-    for mine, expected in zip(leaves, truth, strict=True):
+    for actual, expected in zip(leaves, truth, strict=True):
         assert expected.grad.norm() > 0
-        assert relative_error(mine.grad, expected.grad) < 2e-5
+        assert relative_error(actual.grad, expected.grad) < 2e-5
 
 
 @pytest.mark.parametrize("form", ("targets", "support"))
@@ -88,12 +88,12 @@ def test_topk_kl_under_a_graph_and_functional_transforms(form):
     leaf = s.clone().requires_grad_()
     topk_kl(leaf, t, *more).sum().backward()
     assert leaf.grad.norm() > 0
-    of_func = torch.func.grad(lambda x: topk_kl(x, t, *more).sum())(s)
+    func_grad = torch.func.grad(lambda x: topk_kl(x, t, *more).sum())(s)
     compiled = s.clone().requires_grad_()
-    whole = torch.compile(topk_kl, backend="aot_eager", fullgraph=True)
-    whole(compiled, t, *more).sum().backward()
-    for mine in (of_func, compiled.grad):
-        torch.testing.assert_close(mine, leaf.grad)
+    full_graph = torch.compile(topk_kl, backend="aot_eager", fullgraph=True)
+    full_graph(compiled, t, *more).sum().backward()
+    for actual in (func_grad, compiled.grad):
+        torch.testing.assert_close(actual, leaf.grad)
     assert topk_kl(s.new_zeros(2, 0), s.new_zeros(2, 0)).tolist() == [0.0, 0.0]
 
 
@@ -110,7 +110,7 @@ def test_many_targets_that_repeat(sharp, backend):
     likeliest = (hidden @ batch.weight.T).argmax(-1, keepdim=True)
     ids[1] = torch.where(torch.rand(5, 200, generator=g) < 0.3, likeliest[1], ids[1])
     weights = torch.randn(2, 5, 200, generator=g)
-    found = []
+    results = []
     for call, dtype in ((exact, torch.float64), (None, torch.float32)):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, batch.weight)]
         if call is None:
@@ -119,9 +119,9 @@ def test_many_targets_that_repeat(sharp, backend):
         else:
             logps = call.linear_logprobs(*leaves, ids).logps
         (logps * weights).sum().backward()
-        found.append([logps.detach(), *(x.grad for x in leaves)])
-    for truth, mine in zip(*found, strict=True):
-        assert truth.norm() > 0 and relative_error(mine, truth) < 2e-5
+        results.append([logps.detach(), *(x.grad for x in leaves)])
+    for truth, actual in zip(*results, strict=True):
+        assert truth.norm() > 0 and relative_error(actual, truth) < 2e-5
 
 
 @pytest.mark.parametrize("direction", DIVERGENCES)
@@ -133,11 +133,11 @@ def test_ids_of_the_whole_softmax_have_a_tail(direction):
     s, t = z.log_softmax(-1), t.log_softmax(-1)
     ids = torch.stack([torch.randperm(V, generator=g)[:9] for _ in range(6)])
     some = [x.gather(1, ids) for x in (s, t)]
-    found = topk_kl(*some, direction=direction, beta=0.3)
+    kl = topk_kl(*some, direction=direction, beta=0.3)
     with_tail = [torch.cat([x, (1 - x.exp().sum(1, keepdim=True)).log()], 1) for x in some]
     expected = divergence(*with_tail, direction, 0.3)
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad(x.sum(), z, retain_graph=True)[0] for x in (found, expected)]
+    torch.testing.assert_close(kl, expected)
+    gradients = [torch.autograd.grad(x.sum(), z, retain_graph=True)[0] for x in (kl, expected)]
     torch.testing.assert_close(*gradients)
     torch.testing.assert_close(
         topk_kl(s, t, direction=direction, beta=0.3), divergence(s, t, direction, 0.3),
@@ -148,25 +148,25 @@ def test_ids_of_the_whole_softmax_have_a_tail(direction):
 @pytest.mark.parametrize("form", ("targets", "support"))
 @pytest.mark.parametrize("direction", DIVERGENCES)
 def test_ids_that_both_ban_have_no_part(direction, form):
-    """As if they were not among the ids, in value and gradient; also through the head."""
+    """Value and gradient are as without these ids; also through the head."""
     g = torch.Generator().manual_seed(4)
     s, t = torch.randn(2, 3, 5, generator=g, dtype=torch.float64).log_softmax(-1) - 0.5
     banned = torch.tensor([False, True, False, True, False])
 
     def of(s, t):
         s = s.detach().requires_grad_()
-        count, given = s.shape[1], (s, t)
+        count, args = s.shape[1], (s, t)
         if form == "support":
-            given = s.flatten(), t.flatten(), torch.arange(0, 3 * count + 1, count)
-        found = topk_kl(*given, direction=direction, beta=0.3)
-        (found * torch.arange(1, 4)).sum().backward()
-        return found.detach(), s.grad
+            args = s.flatten(), t.flatten(), torch.arange(0, 3 * count + 1, count)
+        kl = topk_kl(*args, direction=direction, beta=0.3)
+        (kl * torch.arange(1, 4)).sum().backward()
+        return kl.detach(), s.grad
 
     value, gradient = of(*(x.masked_fill(banned, -torch.inf) for x in (s, t)))
-    expected, of_others = of(s[:, ~banned], t[:, ~banned])
+    expected, expected_grad = of(s[:, ~banned], t[:, ~banned])
     torch.testing.assert_close(value, expected)
-    assert of_others.norm() > 0.1 and not gradient[:, banned].any()
-    torch.testing.assert_close(gradient[:, ~banned], of_others)
+    assert expected_grad.norm() > 0.1 and not gradient[:, banned].any()
+    torch.testing.assert_close(gradient[:, ~banned], expected_grad)
 
 
 @pytest.mark.parametrize("form", ("targets", "support"))
@@ -180,16 +180,16 @@ def test_the_tail_of_a_confident_model(direction, rest, form):
     z.requires_grad_()
     teacher = torch.linspace(3, 0, 50, dtype=torch.float64).log_softmax(-1).expand(2, -1)
     s, t = z.log_softmax(-1), teacher
-    whole = [torch.cat([x[:, :3], x[:, 3:].logsumexp(1, keepdim=True)], 1) for x in (s, t)]
-    expected = divergence(*whole, direction, 0.3)
-    found = topk_kl(s[:, :3].float(), t[:, :3].float(), direction=direction, beta=0.3)
+    with_tail = [torch.cat([x[:, :3], x[:, 3:].logsumexp(1, keepdim=True)], 1) for x in (s, t)]
+    expected = divergence(*with_tail, direction, 0.3)
+    kl = topk_kl(s[:, :3].float(), t[:, :3].float(), direction=direction, beta=0.3)
     if form == "support":
         offsets, expected = torch.tensor([0, 50, 100]), divergence(s, t, direction, 0.3)
-        given = z.float().flatten(), t.float().flatten(), offsets
-        found = topk_kl(*given, direction=direction, beta=0.3)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
-    mine, truth = (torch.autograd.grad(x.sum(), z, retain_graph=True)[0] for x in (found, expected))
-    assert truth.norm() > 0 and relative_error(mine, truth) < 1e-3
+        args = z.float().flatten(), t.float().flatten(), offsets
+        kl = topk_kl(*args, direction=direction, beta=0.3)
+    torch.testing.assert_close(kl.double(), expected, rtol=1e-4, atol=1e-6)
+    actual, truth = (torch.autograd.grad(x.sum(), z, retain_graph=True)[0] for x in (kl, expected))
+    assert truth.norm() > 0 and relative_error(actual, truth) < 1e-3
 
 
 WRONG = {

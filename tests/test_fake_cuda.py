@@ -1,4 +1,4 @@
-"""What calls ask of a GPU, counted without one: reads, launches, compilations.
+"""Transfers, launches and compilations of calls, counted without a GPU.
 
 `tests/helpers/fake_cuda.py` counts.
 """
@@ -35,7 +35,7 @@ def empty(*shape, dtype=torch.float32, train=False):
     return torch.empty(shape, dtype=dtype, device=CUDA, requires_grad=train)
 
 
-def given(names, shape, entries):
+def tensors_of(names, shape, entries):
     """The tensors of these names beside a head's, for tokens `[B, T]` or `[N]`."""
     count = torch.Size(shape).numel()
     makers = {
@@ -52,7 +52,7 @@ def given(names, shape, entries):
     return {name: makers.get(name, lambda: empty(*shape))() for name in names.split()}
 
 
-def of_head(
+def head_call(
     kind, names="", *, shape=(B, N // B), K=(), dtype=torch.bfloat16, frozen=False, entries=8,
     objective=None, **options,
 ):  # fmt: skip
@@ -62,7 +62,8 @@ def of_head(
     """
 
     def call(**num_items):
-        tensors, rows = given(names, shape, entries) | num_items, shape[0] if len(shape) > 1 else B
+        tensors = tensors_of(names, shape, entries) | num_items
+        rows = shape[0] if len(shape) > 1 else B
         hidden = empty(*shape, H, dtype=dtype, train=True)
         weight = empty(V, H, dtype=dtype, train=not frozen)
         targets = empty(*shape, *K, dtype=torch.long)
@@ -75,23 +76,23 @@ def of_head(
             return out.logps.sum() if frozen else out.logps.sum() + out.entropy.sum()
         else:
             cfg = config(**(objective or {}))
-            given_and_asked = {"config": cfg, **tensors, **options}
-            out = fused_grpo_loss(hidden, weight, targets, empty(rows), **given_and_asked)
+            kwargs = {"config": cfg, **tensors, **options}
+            out = fused_grpo_loss(hidden, weight, targets, empty(rows), **kwargs)
         return out.loss
 
     call.is_loss = kind != "logps"
     return call
 
 
-loss, logps, distillation = (partial(of_head, kind) for kind in ("loss", "logps", "distillation"))
+loss, logps, distillation = (partial(head_call, kind) for kind in ("loss", "logps", "distillation"))
 
 
-def of_logps(objective, shape=(B, N // B)):
+def logps_loss(objective, shape=(B, N // B)):
     """The loss of log-probs that are there."""
 
     def call(**num_items):
         cfg, names = OBJECTIVES[objective]
-        tensors = given(" ".join(("entropy", "mask", *names)), shape, 0) | num_items
+        tensors = tensors_of(" ".join(("entropy", "mask", *names)), shape, 0) | num_items
         logps = empty(*shape, train=True)
         return grpo_loss(logps, empty(B), config=config(**cfg), **tensors).loss
 
@@ -114,8 +115,8 @@ EVERYTHING = loss(
     softcap=30.0, logit_scale=0.5,
 )  # fmt: skip
 GSPO = {"loss_type": "gspo"}
-# By name: a call, then of it and its backward the answers to their reads (the last numbers of each,
-# counts of rows or entries), the launches of Triton's kernels and of GEMMs, and the most of others.
+# Name: the call; for it and its backward the answers to reads (the last numbers of each, counts of
+# rows or entries), the launches of Triton kernels and of GEMMs, and the maximum of other launches.
 CALLS = {
     # One pass reads how many rows take part, where there is a mask, and how many have a gradient.
     # A strip of logits is a GEMM and a sweep, a chunk two GEMMs and the objective.
@@ -144,7 +145,7 @@ CALLS = {
     "log-probs, capturable": (logps("mask", capturable=True), [], 5, 7, 50),
     "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 24, 430),
     "two passes": (loss("old_logps mask", objective=GSPO, **HALVES), [[N], [N]], 20, 24, 170),
-    # Of a frozen head the first keeps the gradients.
+    # With a frozen head the forward keeps the gradients.
     "frozen": (logps(frozen=True, **HALVES), [[]], 16, 18, 35),
     "not kept": (logps(frozen=True, keep_gradients=False, **HALVES), [[], [N]], 20, 22, 35),
     # Two heads: their logits side by side, in one sweep.
@@ -170,7 +171,7 @@ CALLS = {
     ),
     # Without a head.
     "log_softmax": (log_softmax, [], 8, 0, 20),
-    "loss of log-probs": (of_logps("kl_old_delta"), [], 1, 0, 70),
+    "loss of log-probs": (logps_loss("kl_old_delta"), [], 1, 0, 70),
 }  # fmt: skip
 
 
@@ -182,7 +183,7 @@ COMPILED_AT_RUN_TIME = {
 
 
 def count(call, *answers, **num_items):
-    """What a call and its backward ask of a GPU."""
+    """Returns counts of a call and its backward."""
     with CountedCUDA(*answers) as gpu:
         call(**num_items).backward()
     operations = {name.split(".")[0].removeprefix("special_") for name in gpu.launches}
@@ -212,18 +213,18 @@ def test_the_gradient_of_a_head_is_a_float32_sum_unless_one_product_is_all_of_it
 @pytest.mark.parametrize("name", [x for x in CALLS if CALLS[x][0].is_loss])
 def test_a_number_goes_with_a_launch(name, num_items):
     call, answers, *_ = CALLS[name]
-    own, other = count(call, *answers), count(call, *answers, num_items=num_items)
-    assert len(own.transfers) == len(other.transfers)
-    assert other.launches.total() <= own.launches.total()
+    counted, other = count(call, *answers), count(call, *answers, num_items=num_items)
+    assert len(counted.transfers) == len(other.transfers)
+    assert other.launches.total() <= counted.launches.total()
 
 
 @pytest.mark.parametrize("num_items", ({}, {"num_items": 7}, {"num_items": 7.5}))
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_objective_reads(name, num_items):
-    """Of a capturable call, whose rows are all there, or of log-probs."""
+    """A capturable call, where every row is computed, and a loss of log-probs read nothing."""
     objective, names = OBJECTIVES[name]
     tensors = " ".join(("mask", *names))
-    for call in (of_logps(name), loss(tensors, objective=objective, capturable=True)):
+    for call in (logps_loss(name), loss(tensors, objective=objective, capturable=True)):
         assert not count(call, **num_items).transfers
 
 
@@ -239,13 +240,13 @@ def two_ranks():
 def test_ranks_read_what_they_have_and_their_row_counts(two_ranks, chunks):
     """Each of the two once, after an upload of what is asked; a chunk is gathered once."""
 
-    def told(x):
+    def with_ranks(x):
         answer = torch.zeros(x.shape, dtype=torch.float64)
         answer[:, 1] = V  # the columns that each has
         return answer.view(torch.int64)
 
     call = loss(ranks=two_ranks, chunk_bytes=2 * HALVES["chunk_bytes"] // chunks)
-    gpu = count(call, told, (N,))
+    gpu = count(call, with_ranks, (N,))
     assert [x.split()[0] for x in gpu.transfers] == ["_to_copy", "read"] * 2, gpu.transfers
     assert gpu.launches["policy_loss_kernel"] == chunks
     assert gpu.launches["c10d::_allgather_base_"] == 2 + chunks
@@ -253,37 +254,37 @@ def test_ranks_read_what_they_have_and_their_row_counts(two_ranks, chunks):
 
 @pytest.fixture(scope="module", params=(3, pytest.param(60, marks=pytest.mark.slow)))
 def keys(request):
-    """What kernels were compiled for, by all that is not a size, in batches of any size.
+    """Returns the compilation keys of each kernel over batches of random sizes.
 
     That is a kernel's options, the dtypes of its tensors, and the width of what entries are of.
     """
-    draw, found = random.Random(0), {}
+    draw, by_kind = random.Random(0), {}
     options = {"objective": {"beta": 0.1, "entropy_coef": 0.1}}
     for _ in range(request.param):
         shape, entries = (B, draw.randint(40, 150)), draw.randint(1, 99)
         tokens = B * shape[1]
         some, without = draw.randint(1, tokens), draw.randint(1, tokens // 3)
         how = {"shape": shape, "chunk_bytes": 4 * V * draw.choice((37, 128, 384))}
-        of_support = entries * (tokens - without), tokens - without
+        entry_shape = entries * (tokens - without), tokens - without
         calls = (
             (loss("old_logps ref_logps temperature", **options, **how),),
-            (of_logps("kl_old_delta", shape),),
+            (logps_loss("kl_old_delta", shape),),
             (logps(**how), [], [some]),
-            (logps("bias support", entries=entries, **how), [without, *of_support], [without]),
+            (logps("bias support", entries=entries, **how), [without, *entry_shape], [without]),
         )
         for call, *answers in calls:
-            for (kernel, constants), of_launches in count(call, *answers).keys.items():
-                for key in map(ast.literal_eval, of_launches):
+            for (kernel, constants), launch_keys in count(call, *answers).keys.items():
+                for key in map(ast.literal_eval, launch_keys):
                     dtypes = [kind[0] for name, kind in key.items() if name.endswith("_ptr")]
                     kind = kernel, constants, *dtypes, key.get("K")
-                    found.setdefault(kind, set()).add(str(key))
-    return found
+                    by_kind.setdefault(kind, set()).add(str(key))
+    return by_kind
 
 
 def test_no_size_compiles_a_kernel_again(keys):
     assert len({kernel for kernel, *_ in keys}) == 7
-    for kind, found in keys.items():
-        assert len(found) == 1, (kind, found)
+    for kind, variants in keys.items():
+        assert len(variants) == 1, (kind, variants)
 
 
 def test_operands_of_two_dtypes_are_warned_of_once(monkeypatch):
@@ -366,4 +367,4 @@ def test_launches_and_compilations_are_counted():
         copy_kernel[(1,)](x, x, 32, BLOCK_N=64, num_warps=8)
     assert gpu.launches == {"add.Tensor": 1, "clone": 1, "mm.out": 1, "copy_kernel": 6}
     # Sizes that 16 divides are one; a size of 1, others, and memory between vectors are not.
-    assert [len(found) for found in gpu.keys.values()] == [4, 1]
+    assert [len(variants) for variants in gpu.keys.values()] == [4, 1]

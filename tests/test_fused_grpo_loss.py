@@ -105,12 +105,12 @@ def test_waits_for_a_gpu():
     step()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert sum("synchronizing" in str(x.message) for x in told) == 1
+    assert sum("synchronizing" in str(x.message) for x in caught) == 1
 
 
 def test_advantages_per_token():
@@ -143,7 +143,7 @@ def test_no_mask_counts_every_token():
 
 
 def rows_multiplied(batch, options):
-    """How many rows of logits a call makes, and of how many it multiplies the gradient."""
+    """Returns the number of rows in the GEMMs of logits, and in those of gradients."""
     elements = {"logits": 0, "gradients": 0}
     V, H = batch.weight.shape
 

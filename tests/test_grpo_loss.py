@@ -99,11 +99,11 @@ def test_beside_a_cross_entropy(objective, backend):
     ids=str,
 )
 def test_who_takes_the_kernel(options, taken):
-    """It knows the clipped losses, cispo, and the plain estimators; the rest is its definition."""
-    asked = []
+    """The kernel takes clipped losses, cispo and plain estimators; PyTorch runs the others."""
+    calls = []
 
     def kernel(logps, entropy, **kwargs):
-        asked.append(kwargs)
+        calls.append(kwargs)
         return PolicyLossResult(logps.sum(), logps, None)
 
     x, ones = torch.zeros(3), torch.ones(3)
@@ -112,11 +112,11 @@ def test_who_takes_the_kernel(options, taken):
     evaluate_policy_loss(
         config(**options), inputs, x, ones, SimpleNamespace(policy_loss=kernel), grad=True
     )
-    assert len(asked) == taken
+    assert len(calls) == taken
     evaluate_policy_loss(
         config(**options), inputs, x, ones, SimpleNamespace(policy_loss=None), grad=True
     )
-    assert len(asked) == taken
+    assert len(calls) == taken
 
 
 @pytest.mark.gpu

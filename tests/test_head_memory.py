@@ -28,13 +28,13 @@ class LittleMemory:
     """A product for which there is memory up to `ROWS` rows; notes how many it was asked for."""
 
     def __init__(self, rows=ROWS):
-        self.rows, self.asked, self.failed = rows, [], False
+        self.rows, self.requested, self.failed = rows, [], False
 
     def __call__(self, a, b):
         if self.failed:  # and tried again
             alive = sum(isinstance(x, LogitStrips) for x in gc.get_objects())
             assert alive == 1, "what failed is still held"
-        self.asked.append(len(a))
+        self.requested.append(len(a))
         self.failed = len(a) > self.rows
         if self.failed:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
@@ -57,21 +57,21 @@ def test_the_loss_is_that_of_the_reference(options, batch):
     with pytest.warns(UserWarning, match=SAID):
         actual = run_fused(batch, exact=False, matmul=little_memory, **options)
     assert_matches(actual, expected, 2e-5, logps=2e-5)
-    assert max(little_memory.asked) > ROWS
+    assert max(little_memory.requested) > ROWS
 
 
 def test_log_probs_in_both_directions(batch):
     hidden, targets = torch.nan_to_num(batch.hidden), torch.where(batch.mask, batch.targets, 0)
-    found = []
+    results = []
     for module, dtype in ((reference, torch.float64), (flat_calls, torch.float32)):
         h, w = (x.to(dtype, copy=True).requires_grad_() for x in (hidden, batch.weight))
         with catch_warnings(record=True) as caught:
             simplefilter("always")
             logps = module.linear_logprobs(h, w, targets, matmul=LittleMemory()).logps
             (logps * torch.linspace(-1, 1, logps.numel()).view_as(logps)).sum().backward()
-        found.append([logps.detach(), h.grad, w.grad])
+        results.append([logps.detach(), h.grad, w.grad])
     assert [bool(re.match(SAID, str(x.message))) for x in caught] == [True, True]
-    for want, got in zip(*found, strict=True):
+    for want, got in zip(*results, strict=True):
         assert (got - want).norm() <= 2e-5 * want.norm() > 0
 
 
@@ -81,7 +81,7 @@ def test_the_warning_says_where_to_begin(batch):
     begin = int(re.search(r"With chunk_bytes=(\d+) it begins so", str(caught[0].message))[1])
     again = LittleMemory()
     run_fused(batch, exact=False, config=config(), old_logps=True, chunk_bytes=begin, matmul=again)
-    assert max(again.asked) <= ROWS
+    assert max(again.requested) <= ROWS
 
 
 @pytest.mark.parametrize("options", ({"chunk_bytes": 1 << 30}, {"batch_invariant": True}), ids=str)
@@ -90,7 +90,7 @@ def test_a_budget_is_kept_to(options, batch):
     memory = LittleMemory()
     with pytest.raises(torch.OutOfMemoryError):
         run_fused(batch, exact=False, config=config(), matmul=memory, **options)
-    assert len(memory.asked) == 1
+    assert len(memory.requested) == 1
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_memory_that_never_suffices_is_the_devices_error(options, attempts):
     batch.hidden, batch.targets = batch.hidden.nan_to_num(), batch.targets.clamp(min=0)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         run_fused(batch, exact=False, config=config(), matmul=memory, **options)
-    assert memory.asked == attempts
+    assert memory.requested == attempts
 
 
 def test_other_errors_are_raised_at_once(batch):

@@ -66,7 +66,11 @@ FIRST_WORDS = re.compile(
 )
 
 
-@pytest.mark.parametrize("folder", ("grpo_kernels", "benchmarks", "examples", "packaging"))
+FOLDERS = ("grpo_kernels", "benchmarks", "examples", "packaging")
+TEST_FOLDERS = ("tests/frameworks", "tests/peers", "tests/ptx", "tests/tools")
+
+
+@pytest.mark.parametrize("folder", (*FOLDERS, *TEST_FOLDERS))
 def test_docstrings_begin_with_a_verb_or_a_noun(folder):
     refused = []
     for path in sorted((ROOT / folder).rglob("*.py")):
@@ -87,7 +91,7 @@ def test_every_public_name_has_a_docstring():
 
 PACKAGE = ROOT / "grpo_kernels"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# These may import what their extras install.
+# Parts that may import packages of their extras.
 WITH_EXTRAS = ("integrations", "training")
 
 
@@ -136,8 +140,8 @@ def imports_of(path):
             above = folders[: len(folders) + 1 - node.level] if node.level else ()
             place = [*above, *(below if node.level else below[1:])]
             for alias in node.names:
-                found = [*place, alias.name]
-                names = (found, [*found, "__init__"], place, [*place, "__init__"])
+                module = [*place, alias.name]
+                names = (module, [*module, "__init__"], place, [*place, "__init__"])
                 yield next(x for x in map(".".join, names) if x in MODULES), True
 
 
@@ -149,8 +153,8 @@ def test_every_module_is_in_the_table_of_parts():
 def test_imports_what_its_part_may(path):
     part = part_of(module_of(path))
     allowed = allowed_imports()[part]
-    for name, own in imports_of(path):
-        if own:
+    for name, ours in imports_of(path):
+        if ours:
             assert {name, part_of(name)} & allowed, f"{part} imports {name}"
         elif part not in WITH_EXTRAS:
             known = {"torch", *(["triton"] if part == "kernels" else []), *sys.stdlib_module_names}
@@ -166,7 +170,7 @@ def test_loss_and_head_never_import_each_other():
 
 def test_no_module_imports_itself_by_way_of_others():
     """At the head of its file or inside of a function."""
-    imported = {module_of(path): {x for x, own in imports_of(path) if own} for path in FILES}
+    imported = {module_of(path): {x for x, ours in imports_of(path) if ours} for path in FILES}
     while leaves := {name for name, needs in imported.items() if not needs & set(imported)}:
         imported = {name: needs for name, needs in imported.items() if name not in leaves}
     assert not imported, f"in or behind a circle: {sorted(imported)}"

@@ -25,12 +25,12 @@ from tests.helpers.quantised import Quantised
 
 B, T, H, V = 2, 3, 4, 7
 NAN, INF = float("nan"), float("inf")
-OF_HEAD = {"hidden", "weight", *HEAD_FIELDS}
+HEAD_ARGS = {"hidden", "weight", *HEAD_FIELDS}
 CALLS = {
-    "fused_grpo_loss": OF_HEAD | {*EXECUTION_FIELDS},
-    "linear_logprobs": OF_HEAD | {*EXECUTION_FIELDS},
+    "fused_grpo_loss": HEAD_ARGS | {*EXECUTION_FIELDS},
+    "linear_logprobs": HEAD_ARGS | {*EXECUTION_FIELDS},
     "grpo_loss": {"packed"},
-    "fused_distillation_loss": OF_HEAD | {*EXECUTION_FIELDS},
+    "fused_distillation_loss": HEAD_ARGS | {*EXECUTION_FIELDS},
 }
 CALLS = {
     name: known | {*inspect.signature(getattr(grpo_kernels, name)).parameters, "packed"}
@@ -60,7 +60,7 @@ def sizes(*offsets):
     return {"packed": True, "cu_seqlens": torch.tensor(offsets)}
 
 
-def of_loss(**options):
+def loss_call(**options):
     return {"config": GRPOLossConfig(**options)}
 
 
@@ -69,7 +69,7 @@ NOT_IDS = {"targets": torch.full((B, T), -100)}
 BANS_0, NO_SETS = torch.zeros(V), Support(torch.zeros(0).long(), torch.zeros(B * T + 1).long())
 BANS_0[0] = -INF
 A, LORA_B = torch.randn(B, T, 3), torch.randn(V, 3)
-# What is said, and the changes that it is said of, by every call that takes them.
+# Message: the changes of arguments that every call with these arguments refuses so.
 WRONG_TYPES = {
     "hidden: expected a tensor; got list": {"hidden": [1.0]},
     "hidden: expected dtype float32, bfloat16, float16; got float64; float64 is for grpo_ker": {
@@ -142,7 +142,7 @@ WRONG_VALUES = {
     },
     r"old_logps: expected shape \[2, 3\]; got \[2\]": {"old_logps": torch.zeros(B)},
     "ref_logps: expected the reference policy's log-probs, as config.beta = 0.1; got None": (
-        of_loss(beta=0.1)
+        loss_call(beta=0.1)
     ),
     r"ce_weights: expected shape \[2, 3\]; got \[2\]": {"ce_weights": torch.zeros(B)},
     r"targets: expected shape \[2, 3\]; got \[2\]": {
@@ -175,7 +175,7 @@ WRONG_VALUES = {
     r"low_rank\[1\]: expected shape": {"low_rank": (A, LORA_B.T)},
     "logits_dtype: expected 'fp32' or 'model'": {"logits_dtype": "bf16"},
     "num_items: expected a number > 0, as a float32; got -5": {
-        "num_items": -5, **of_loss(loss_type="grpo"),
+        "num_items": -5, **loss_call(loss_type="grpo"),
     },
     "num_items: expected a number > 0, as a float32; got -1": {"num_items": -1},
     r"num_items: expected a 0-d tensor; got shape \[2\]": {"num_items": torch.ones(2)},
@@ -184,13 +184,13 @@ WRONG_VALUES = {
     },
     r"cu_seqlens: expected None with padded input \[B, T\]": {"cu_seqlens": torch.tensor([0, 3])},
     r"cu_seqlens: expected offsets \[B \+ 1\], as loss_type='grpo' with these": {
-        "packed": True, **of_loss(loss_type="grpo"),
+        "packed": True, **loss_call(loss_type="grpo"),
     },
     "cu_seqlens: expected offsets .* tells sequences apart": {
-        "packed": True, **of_loss(loss_type="gspo", aggregation="dapo"),
+        "packed": True, **loss_call(loss_type="gspo", aggregation="dapo"),
     },
     "cu_seqlens: expected to end at N = 6; got no sequence at all": {
-        **sizes(0), **of_loss(loss_type="grpo"),
+        **sizes(0), **loss_call(loss_type="grpo"),
     },
     "cu_seqlens: expected to start at 0, never to decrease, and to end at N = 6": sizes(0, 3, 5),
     "cu_seqlens: expected to start at 0, never to decrease": sizes(0, 5, 3, 6),
@@ -198,7 +198,7 @@ WRONG_VALUES = {
         "packed": True, "cu_seqlens": torch.tensor(6),
     },
     "sampling_logps: expected the sampler's log-probs, as config.is_correction = 'token_mask'": (
-        of_loss(is_correction="token_mask")
+        loss_call(is_correction="token_mask")
     ),
     r"sampling_logps: expected shape \[2, 3\]; got \[2, 4\]": {
         "sampling_logps": torch.zeros(B, T + 1)
@@ -220,10 +220,10 @@ WRONG_VALUES = {
     "softcap: expected a number > 0, as a float32; got -1.0": {"softcap": -1.0},
     "backend: expected one of auto, triton, torch; got 'cuda'": {"backend": "cuda"},
     "chunk_bytes: expected a positive int, or None; got 0": {"chunk_bytes": 0},
-    # What `grpo_loss` alone takes.
+    # Arguments of `grpo_loss` only.
     r"logps: expected shape \[B, T\] \(padded\) or \[N\]": {"logps": torch.zeros(2, 3, 4)},
     r"entropy: expected the entropy of every token, as config": {
-        "logps": torch.zeros(B, T), **of_loss(entropy_coef=0.1),
+        "logps": torch.zeros(B, T), **loss_call(entropy_coef=0.1),
     },
     r"entropy: expected shape \[2, 3\]; got \[2\]": {
         "logps": torch.zeros(B, T), "entropy": torch.ones(B),
@@ -276,10 +276,10 @@ class Plain(torch.Tensor):
     "kind", (Plain, torch.nn.Parameter, torch.nn.Buffer, lambda x: TwoTensor(x, x.clone()))
 )
 def test_subclasses_that_compute_as_tensors_do(kind):
-    given = arguments_of("linear_logprobs")
-    expected = flat_calls.linear_logprobs(**given).logps
-    given["weight"] = kind(given["weight"])
-    assert torch.equal(torch.Tensor(flat_calls.linear_logprobs(**given).logps.detach()), expected)
+    kwargs = arguments_of("linear_logprobs")
+    expected = flat_calls.linear_logprobs(**kwargs).logps
+    kwargs["weight"] = kind(kwargs["weight"])
+    assert torch.equal(torch.Tensor(flat_calls.linear_logprobs(**kwargs).logps.detach()), expected)
 
 
 def test_masked_targets_may_be_anything():
@@ -288,7 +288,7 @@ def test_masked_targets_may_be_anything():
 
 
 def test_a_target_that_a_reference_bans():
-    """Its log-prob enters the KL; the exact KL looks at every id, and is infinite."""
+    """The target's log-prob enters the KL; the exact KL reads every id, and is infinite."""
     arguments = arguments_of("fused_grpo_loss", targets=torch.zeros(B, T).long())
     teacher = Reference(torch.randn(B, T, 2), LMHead(torch.randn(V, 2), BANS_0))
     message = r"reference\.head\.bias: expected no unmasked target to be banned"
@@ -304,11 +304,11 @@ def test_banned_ids_that_are_looked_up(entries):
     """No sampled tokens: several ids per token, and all ids of a set, have log-prob -inf."""
     hidden, weight = torch.randn(B * T, H, requires_grad=True), torch.randn(V, H)
     ids = torch.tensor([0, 3, 5]).expand(B * T, 3)
-    given = {"targets": ids}
+    kwargs = {"targets": ids}
     if entries:
         offsets = torch.arange(0, 3 * B * T + 1, 3)
-        given = {"targets": None, "support": Support(ids.flatten(), offsets), "entries": True}
-    logps = linear_logprobs(hidden, LMHead(weight, BANS_0), **given).logps.view(B * T, 3)
+        kwargs = {"targets": None, "support": Support(ids.flatten(), offsets), "entries": True}
+    logps = linear_logprobs(hidden, LMHead(weight, BANS_0), **kwargs).logps.view(B * T, 3)
     logits = hidden @ weight.T + BANS_0
     logits = logits[:, [0, 3, 5]] if entries else logits
     expected = logits.log_softmax(1)[:, :3] if entries else logits.log_softmax(1)[:, [0, 3, 5]]
@@ -354,19 +354,19 @@ def test_num_items(call, capturable):
 
 
 LOGPS = torch.full((B, T), -1.0)
-OF_SETS = Support(torch.zeros(B * T, dtype=torch.int32), torch.arange(B * T + 1))
-OF_REFERENCE = {"reference": Reference(torch.randn(B, T, 2), torch.randn(V, 2))}
+SUPPORT = Support(torch.zeros(B * T, dtype=torch.int32), torch.arange(B * T + 1))
+WITH_REFERENCE = {"reference": Reference(torch.randn(B, T, 2), torch.randn(V, 2))}
 # Arguments of every public call; with a name after "#", others of the same one.
 GOOD = {
     "fused_grpo_loss": {
         "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
         "targets": torch.zeros(B, T, dtype=torch.long), "mask": torch.ones(B, T), "num_items": 3,
         **dict.fromkeys(("old_logps", "ref_logps", "sampling_logps", "ce_weights"), LOGPS),
-        "support": OF_SETS,
+        "support": SUPPORT,
     },
     "fused_grpo_loss#reference": {
         "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
-        "targets": torch.zeros(B, T, dtype=torch.long), **OF_REFERENCE,
+        "targets": torch.zeros(B, T, dtype=torch.long), **WITH_REFERENCE,
     },
     "fused_grpo_loss#packed": {
         "hidden": torch.randn(B * T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
@@ -374,14 +374,14 @@ GOOD = {
     },
     "fused_distillation_loss": {
         "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "mask": torch.ones(B, T),
-        "num_items": 3, **OF_REFERENCE,
+        "num_items": 3, **WITH_REFERENCE,
     },
     "linear_logprobs": {
         "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "mask": torch.ones(B, T),
-        "targets": torch.zeros(B, T, dtype=torch.long), "support": OF_SETS,
+        "targets": torch.zeros(B, T, dtype=torch.long), "support": SUPPORT,
     },
     "linear_logprobs#entries": {
-        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "support": OF_SETS,
+        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "support": SUPPORT,
         "targets": None, "entries": True,
     },
     "grpo_loss": {

@@ -51,8 +51,8 @@ def test_half_precision_products_keep_small_gradients(N, monkeypatch):
         head = [x.half().to(dtype).requires_grad_() for x in (batch.hidden, batch.weight)]
         (call(*head, batch.targets, mask=batch.mask).logps.sum() / N).backward()
         grads.append([x.grad for x in head])
-    for mine, truth in zip(*grads, strict=True):
-        assert relative_error(mine, truth) <= 1e-3
+    for actual, truth in zip(*grads, strict=True):
+        assert relative_error(actual, truth) <= 1e-3
 
 
 @pytest.mark.parametrize("weights", ((1.0, 0.3, 0.0), (0.0, 0.3, 0.0), (1.0, 0.0, -0.2)))

@@ -68,7 +68,7 @@ BANNED = 40
 @pytest.mark.parametrize("softcap", (None, 6.0), ids=("plain", "softcap"))
 @pytest.mark.parametrize("objective", ("old_logps", "entropy", "is_sequence_on_policy"))
 def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
-    """It has no probability and no gradient: as if the head had no such row."""
+    """A banned entry has no probability and no gradient, as if the head lacked the row."""
     batch = make_batch()
     batch.targets = torch.where(batch.targets < BANNED, batch.targets + BANNED, batch.targets)
     batch.targets = batch.targets.masked_fill(~batch.mask, -100)
@@ -95,7 +95,7 @@ def test_a_softcap_keeps_the_digits_of_its_slope_where_it_is_flat(call, lift, ba
     """Logits of 124 under a cap of 30, which models reach; the slope there is 1e-3, then 6e-6."""
     batch = exact_batch(V=211)
     hidden, targets, mask = batch.hidden.nan_to_num(), batch.targets, batch.mask
-    found = []
+    results = []
     for module, dtype in ((reference, torch.float64), (flat_calls, torch.float32)):
         leaves = [
             x.to(dtype, copy=True).requires_grad_()
@@ -117,12 +117,12 @@ def test_a_softcap_keeps_the_digits_of_its_slope_where_it_is_flat(call, lift, ba
                 ids, several = None, several[..., :2]
                 offsets = torch.arange(mask.numel() + 1) * 2
                 options |= {"support": Support(several.flatten(), offsets), "entries": True}
-            given = several if call == "several" else ids
-            logps = module.linear_logprobs(*leaves[:2], given, **options).logps
+            target_ids = several if call == "several" else ids
+            logps = module.linear_logprobs(*leaves[:2], target_ids, **options).logps
             (logps * (torch.arange(logps.numel()) % 5).view(logps.shape)).sum().backward()
-        found.append([x.grad for x in leaves])
-    for truth, mine in zip(*found, strict=True):
-        assert truth.norm() > 0 and relative_error(mine, truth) < 2e-5
+        results.append([x.grad for x in leaves])
+    for truth, actual in zip(*results, strict=True):
+        assert truth.norm() > 0 and relative_error(actual, truth) < 2e-5
 
 
 @pytest.mark.parametrize("softcap", (None, 6.0), ids=("plain", "softcap"))
@@ -141,5 +141,5 @@ def test_a_banned_entry_of_a_kept_set(softcap):
         )  # fmt: skip
         (out.logps.sum() + out.entropy.sum()).backward()
         results.append([out.logps, out.entropy, *(x.grad for x in leaves)])
-    for truth, mine in zip(*results, strict=True):
-        assert (mine - truth).norm() <= 1e-5 * truth.norm() > 0
+    for truth, actual in zip(*results, strict=True):
+        assert (actual - truth).norm() <= 1e-5 * truth.norm() > 0

@@ -10,11 +10,11 @@ from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused
 
 
 def metrics_of(logps, advantages, mask=None, **kwargs):
-    given = {k: torch.tensor(kwargs.pop(k)) for k in [*kwargs]
+    tensors = {k: torch.tensor(kwargs.pop(k)) for k in [*kwargs]
              if k.endswith("logps") or k == "entropy"}  # fmt: skip
     logps = torch.tensor(logps, requires_grad=True)
     mask = None if mask is None else torch.tensor(mask)
-    out = grpo_loss(logps, torch.tensor(advantages), mask, config=config(**kwargs), **given)
+    out = grpo_loss(logps, torch.tensor(advantages), mask, config=config(**kwargs), **tensors)
     return {k: v.item() for k, v in out.metrics.items()}
 
 
@@ -99,13 +99,13 @@ def test_sampler():
     assert m[f"{name}/mean"] == pytest.approx((0.1 + 0.3 + 1.0) / 3)
     assert m[f"{name}/max"] == pytest.approx(1.0)
     name = "sampling/importance_sampling_ratio"
-    found = [m[f"{name}/{part}"] for part in ("mean", "min", "max")]
+    actual = [m[f"{name}/{part}"] for part in ("mean", "min", "max")]
     weights = [math.exp(-0.1), 1.2, 1.0, math.exp(-1)]
-    assert found == pytest.approx([sum(weights) / 4, weights[3], 1.2])
+    assert actual == pytest.approx([sum(weights) / 4, weights[3], 1.2])
     # A sequence counts once, however long it is.
     m = metrics_of_sampler(is_correction="sequence_mask", is_clip_min=0.5)
-    found = [m[f"{name}/{part}"] for part in ("mean", "min", "max")]
-    assert found == pytest.approx([math.exp(0.2) / 2, 0, math.exp(0.2)])
+    actual = [m[f"{name}/{part}"] for part in ("mean", "min", "max")]
+    assert actual == pytest.approx([math.exp(0.2) / 2, 0, math.exp(0.2)])
 
 
 def test_masks_are_counted():

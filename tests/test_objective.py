@@ -304,7 +304,7 @@ def test_every_loss_type_is_tried():
 
 
 def gradients_of(cfg, logps, advantages, batch):
-    """Of the log-probs and, None where there is none, of the entropy, in float64."""
+    """Returns float64 gradients of log-probs and entropy; None where there is none."""
     leaf = logps.clone().requires_grad_()
     entropy = torch.ones_like(leaf).requires_grad_()
     out = reference.grpo_loss(
@@ -316,7 +316,7 @@ def gradients_of(cfg, logps, advantages, batch):
 
 @pytest.mark.parametrize("loss_type", ALL_LOSS_TYPES)
 def test_what_a_class_says_is_what_autograd_says(loss_type):
-    """Whether a token looks at others, has a gradient without advantage, or one by the entropy."""
+    """Autograd confirms which losses are token-local, need an advantage, or use the entropy."""
     cfg, batch = config(loss_type=loss_type), make_batch(B=6, T=11)
     g = torch.Generator().manual_seed(5)
     noise = 0.1 * torch.randn(batch.mask.shape, generator=g)
@@ -337,9 +337,9 @@ def test_what_a_class_says_is_what_autograd_says(loss_type):
     before, _ = gradients_of(cfg, logps, advantages, batch)
     logps[:, 1] += 0.01
     after, _ = gradients_of(cfg, logps, advantages, batch)
-    others = batch.mask.clone()
-    others[:, 1] = False
-    assert torch.equal(before[others], after[others]) == cfg.one_pass
+    other_tokens = batch.mask.clone()
+    other_tokens[:, 1] = False
+    assert torch.equal(before[other_tokens], after[other_tokens]) == cfg.one_pass
 
 
 def test_off_policy_by_old_logps():

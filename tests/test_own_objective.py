@@ -48,11 +48,11 @@ def entropy_scaled(tokens):
 def saying(function, **claims):
     """The same function, which says this of itself."""
 
-    def own(tokens):
+    def loss(tokens):
         return function(tokens)
 
-    vars(own).update(claims)
-    return own
+    vars(loss).update(claims)
+    return loss
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -87,9 +87,11 @@ def test_a_new_loss(beta, layout, backend):
     assert out.metrics["dro/distance"].item() == pytest.approx((x - old).abs().mean().item(), 1e-4)
 
 
-@pytest.mark.parametrize("own", (Dro(), saying(Dro(), token_local=True)), ids=("class", "callable"))
+@pytest.mark.parametrize(
+    "loss", (Dro(), saying(Dro(), token_local=True)), ids=("class", "callable")
+)
 @pytest.mark.parametrize("beta", (0.0, 0.2))
-def test_a_new_loss_in_one_pass(beta, own):
+def test_a_new_loss_in_one_pass(beta, loss):
     """Logits are made once; tokens of advantage 0, which have a gradient here, are kept."""
     batch, made = make_batch(B=6, T=11), []
     V, H = batch.weight.shape
@@ -99,7 +101,7 @@ def test_a_new_loss_in_one_pass(beta, own):
             made.append(len(a) * b.shape[1])
         return a @ b
 
-    cfg = GRPOLossConfig(loss_type=own, aggregation="grpo", beta=beta)
+    cfg = GRPOLossConfig(loss_type=loss, aggregation="grpo", beta=beta)
     options = {"config": cfg, "old_logps": True, "ref_logps": True}
     actual = expect_equal(batch, options, matmul=matmul, chunk_bytes=4 * V * 5)
     assert sum(made) == int(batch.mask.sum()) * V
@@ -121,9 +123,9 @@ def test_a_trainer_trains_what_the_loss_trains(tiny_model, tmp_path):
         folder = trainer.train()
         assert rows_of(folder)[0]["groups_equal"] == 0.5
         weights.append(torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]))
-    whole, kept, lost = (x - before for x in weights)
-    assert whole.norm() > 0 and relative_error(kept, whole) < 1e-4
-    assert relative_error(lost, whole) > 1e-2
+    full, masked, lost = (x - before for x in weights)
+    assert full.norm() > 0 and relative_error(masked, full) < 1e-4
+    assert relative_error(lost, full) > 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,24 +157,24 @@ class OfTheCall(Clip):
 
 
 @pytest.mark.parametrize(
-    ("own", "level", "beta", "backend"),
+    ("loss", "level", "beta", "backend"),
     in_turn((OwnRatio, Mixed, OfTheCall), ("token", "sequence"), (0.0, 0.2), BACKENDS),
 )
-def test_a_subclass_has_its_own_formula(own, level, beta, backend):
+def test_a_subclass_has_its_own_formula(loss, level, beta, backend):
     """On both backends, whatever chunks there are; its gradient is autograd's, its KL's too."""
     batch = make_batch(B=6, T=11)
-    cfg = GRPOLossConfig(loss_type=own(ratio_level=level), beta=beta, use_bias_correction_kl=True)
+    cfg = GRPOLossConfig(loss_type=loss(ratio_level=level), beta=beta, use_bias_correction_kl=True)
     options = {"config": cfg, "old_logps": True, "ref_logps": True, "backend": backend}
     actual = expect_equal(batch, options, chunk_bytes=4 * len(batch.weight) * 5)
-    of_parent = replace(cfg, loss_type=Clip(ratio_level=level))
-    expected = run_fused(batch, exact=True, **{**options, "config": of_parent})
+    parent_config = replace(cfg, loss_type=Clip(ratio_level=level))
+    expected = run_fused(batch, exact=True, **{**options, "config": parent_config})
     assert relative_error(actual.gradients["hidden"], expected.gradients["hidden"]) > 1e-3
 
 
 def test_what_a_class_says_of_its_formula_is_of_no_other():
-    for own in (OwnRatio, Mixed, OfTheCall):
-        assert not own().token_local and not own().gradient_needs_advantage
-        assert own().kernel() is None and Clip().kernel() is not None
+    for loss in (OwnRatio, Mixed, OfTheCall):
+        assert not loss().token_local and not loss().gradient_needs_advantage
+        assert loss().kernel() is None and Clip().kernel() is not None
 
     class Restated(Pulled, Clip):
         token_local = True
@@ -191,9 +193,9 @@ def test_a_callable_that_says_what_it_is_equals_the_class():
     """In one pass with what needs no gradient left out, and in two with everything."""
     batch = make_batch(B=6, T=11)
     says = {"token_local": True, "gradient_needs_advantage": True, "aggregation": "grpo"}
-    for own in (clipped, saying(clipped, **says)):
-        cfg = GRPOLossConfig(loss_type=own, aggregation="grpo")
-        assert cfg.one_pass == (own is not clipped) == cfg.gradient_needs_advantage
+    for loss in (clipped, saying(clipped, **says)):
+        cfg = GRPOLossConfig(loss_type=loss, aggregation="grpo")
+        assert cfg.one_pass == (loss is not clipped) == cfg.gradient_needs_advantage
         a = run_fused(batch, exact=False, config=cfg, old_logps=True)
         b = run_fused(batch, exact=True, config=config(loss_type="grpo"), old_logps=True)
         for name in ("hidden", "weight"):
@@ -204,21 +206,21 @@ def test_a_callable_that_says_what_it_is_equals_the_class():
 @pytest.mark.parametrize("layout", ("padded", "packed"))
 @pytest.mark.parametrize("aggregation", ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"))
 @pytest.mark.parametrize(
-    ("own", "built_in"), ((clipped, "dapo"), (sequence_clipped, "gspo")), ids=("token", "sequence")
+    ("loss", "built_in"), ((clipped, "dapo"), (sequence_clipped, "gspo")), ids=("token", "sequence")
 )
-def test_equals_the_built_in_one(own, built_in, aggregation, layout):
+def test_equals_the_built_in_one(loss, built_in, aggregation, layout):
     batch = make_batch(B=6, T=11)
     batch = packed(batch) if layout == "packed" else batch
     shared = {"beta": 0.1, "is_correction": "token_truncate", "entropy_coef": 0.01}
     tensors = dict.fromkeys(("old_logps", "ref_logps", "sampling_logps"), True)
-    mine = config(loss_type=own, aggregation=aggregation, **shared)
+    cfg = config(loss_type=loss, aggregation=aggregation, **shared)
     if built_in == "dapo":
         theirs = config(loss_type=aggregation, **shared)
     else:
         theirs = config(loss_type="gspo", aggregation=aggregation, **shared)
         # The KL of the callable's config is corrected by the token's ratio.
-        mine, theirs = (replace(x, use_bias_correction_kl=False) for x in (mine, theirs))
-    a = run_fused(batch, exact=False, config=mine, **tensors)
+        cfg, theirs = (replace(x, use_bias_correction_kl=False) for x in (cfg, theirs))
+    a = run_fused(batch, exact=False, config=cfg, **tensors)
     b = run_fused(batch, exact=True, config=theirs, **tensors)
     assert a.loss.item() == pytest.approx(b.loss.item(), rel=1e-5)
     for name in ("hidden", "weight"):
@@ -226,12 +228,12 @@ def test_equals_the_built_in_one(own, built_in, aggregation, layout):
 
 
 @pytest.mark.parametrize(
-    "own",
+    "loss",
     (entropy_scaled, saying(entropy_scaled, token_local=True, entropy_gradient=True)),
     ids=("in_two_passes", "in_one"),
 )
-def test_a_gradient_of_the_entropy(own):
-    cfg = GRPOLossConfig(loss_type=own)
+def test_a_gradient_of_the_entropy(loss):
+    cfg = GRPOLossConfig(loss_type=loss)
     expect_equal(make_batch(B=6, T=11), {"config": cfg, "old_logps": True})
     assert cfg.one_pass == cfg.entropy_has_gradient
 
@@ -257,7 +259,7 @@ def test_masked_tokens_are_zeros_and_stay_out():
 
 
 @pytest.mark.parametrize(
-    ("own", "error", "message"),
+    ("loss", "error", "message"),
     (
         (
             lambda t: t.logps.sum(),
@@ -288,9 +290,9 @@ def test_masked_tokens_are_zeros_and_stay_out():
     ),
     ids=("shape", "number", "complex", "constant", "entropy", "sequences"),
 )
-def test_refuses(own, error, message):
+def test_refuses(loss, error, message):
     batch = make_batch()
-    cfg = GRPOLossConfig(loss_type=own)
+    cfg = GRPOLossConfig(loss_type=loss)
     with pytest.raises(error, match=message):
         run_fused(batch, exact=False, config=cfg)
     logps, entropy = (torch.zeros(4, 9, requires_grad=True) for _ in range(2))
@@ -321,7 +323,7 @@ WRONG_LOSSES = (
     (lambda: own_loss(needs_sequences="x"), TypeError, "needs_sequences: expected a bool; got 'x'"),
     (lambda: own_loss(aggregation="sum"), ValueError, "aggregation: expected one of grpo, bnpo"),
 )
-# What a method returns in the place of values of 6 tokens, and what a call says of it.
+# Wrong results of a method for 6 tokens, and the error.
 WRONG_RESULTS = (
     ("per_token", lambda t: t.logps.sum(), ValueError, r"\(\): expected shape \[6\]; got \[\]"),
     ("per_token", lambda t: None, TypeError, r"\(\): expected a tensor; got NoneType"),
@@ -338,26 +340,26 @@ WRONG_RESULTS = (
 )
 
 
-@pytest.mark.parametrize(("own", "error", "message"), WRONG_LOSSES)
-def test_a_class_that_is_no_loss_is_named(own, error, message):
+@pytest.mark.parametrize(("loss", "error", "message"), WRONG_LOSSES)
+def test_a_class_that_is_no_loss_is_named(loss, error, message):
     with pytest.raises(error, match=rf"^loss_type(: |\.){message}"):
-        GRPOLossConfig(loss_type=own())
+        GRPOLossConfig(loss_type=loss())
 
 
 @pytest.mark.parametrize(("method", "result", "error", "message"), WRONG_RESULTS)
 def test_what_a_method_returns_is_checked(method, result, error, message):
-    own = own_loss(**{method: lambda self, tokens, *ratio: result(tokens)})
+    loss = own_loss(**{method: lambda self, tokens, *ratio: result(tokens)})
     logps = torch.zeros(2, 3, requires_grad=True)
     with pytest.raises(error, match=rf"^loss_type: Own\.{method}{message}"):
-        grpo_loss(logps, torch.ones(2), config=GRPOLossConfig(loss_type=own))
+        grpo_loss(logps, torch.ones(2), config=GRPOLossConfig(loss_type=loss))
 
 
 @pytest.mark.parametrize("name", ("tokens", "ratio_mean", "ce_nll", "kl", "loss", "reward/noise"))
 def test_a_metric_has_no_name_of_the_librarys(name):
-    own = own_loss(metrics=lambda self, tokens, ratio: {"mine": ratio, name: ratio})
+    loss = own_loss(metrics=lambda self, tokens, ratio: {"mine": ratio, name: ratio})
     message = rf"^loss_type: Own.metrics\(\): expected names other than .*tokens, .*; got '{name}'"
     with pytest.raises(ValueError, match=message):
-        grpo_loss(torch.zeros(2, 3), torch.ones(2), config=GRPOLossConfig(loss_type=own))
+        grpo_loss(torch.zeros(2, 3), torch.ones(2), config=GRPOLossConfig(loss_type=loss))
 
 
 def test_own_metrics_come_through_a_trainer(tiny_model, tmp_path):
@@ -367,21 +369,21 @@ def test_own_metrics_come_through_a_trainer(tiny_model, tmp_path):
     def metrics(self, tokens, ratio):
         return {name: torch.full_like(ratio, x) for name, x in values.items()}
 
-    own = own_loss(metrics=metrics, gradient_needs_advantage=True)
+    loss = own_loss(metrics=metrics, gradient_needs_advantage=True)
     logps = torch.randn(2, 3)
     out = grpo_loss(
         logps, torch.ones(2), old_logps=torch.zeros(2, 3), ce_weights=torch.ones(2, 3),
-        sampling_logps=torch.zeros(2, 3), config=GRPOLossConfig(loss_type=own),
+        sampling_logps=torch.zeros(2, 3), config=GRPOLossConfig(loss_type=loss),
     )  # fmt: skip
     assert {name: float(out.metrics[name]) for name in values} == values
     x = logps.double().exp()
     assert float(out.metrics["ess"]) == pytest.approx(float(x.sum() ** 2 / (6 * x.square().sum())))
-    options = {"loss_type": own, "steps": 1, "beta": 0.1, "top_entropy_quantile": 0.5}
+    options = {"loss_type": loss, "steps": 1, "beta": 0.1, "top_entropy_quantile": 0.5}
     (row,) = rows_of(trainer_of(config_of(tiny_model, tmp_path, **options)).train())
     assert {name: row[name] for name in values} == values
-    others = [name for name in row if name not in values]
-    assert {"grad_norm", "tokens", "groups_equal", "kl_max"} <= {*others}
-    assert [x for x in others if x not in TAKEN and not x.startswith(TAKEN_PREFIXES)] == []
+    other_names = [name for name in row if name not in values]
+    assert {"grad_norm", "tokens", "groups_equal", "kl_max"} <= {*other_names}
+    assert [x for x in other_names if x not in TAKEN and not x.startswith(TAKEN_PREFIXES)] == []
 
 
 def test_sequences_need_cu_seqlens():
@@ -394,22 +396,22 @@ def test_sequences_need_cu_seqlens():
 
 
 def test_a_loss_by_its_name_is_that_of_its_instance(tiny_model, tmp_path):
-    here = __name__
+    path = __name__
     named = config_of(
-        tiny_model, tmp_path / "named", steps=2, loss_type=f"{here}:Dro", loss_options={"tau": "2"}
+        tiny_model, tmp_path / "named", steps=2, loss_type=f"{path}:Dro", loss_options={"tau": "2"}
     )
-    given = config_of(tiny_model, tmp_path / "given", steps=2, loss_type=Dro(tau=2))
-    rows, expected = (rows_of(trainer_of(config).train()) for config in (named, given))
+    instance = config_of(tiny_model, tmp_path / "instance", steps=2, loss_type=Dro(tau=2))
+    rows, expected = (rows_of(trainer_of(config).train()) for config in (named, instance))
     assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
     assert all(
         row["dro/distance"] == theirs["dro/distance"]
         for row, theirs in zip(rows, expected, strict=True)
     )
     assert named.loss_config().loss == Dro(tau=2) and not named.why_two_passes()
-    by_function = replace(named, loss_type=f"{here}:sequence_clipped", loss_options={})
+    by_function = replace(named, loss_type=f"{path}:sequence_clipped", loss_options={})
     assert by_function.loss_config().why_two_passes()
-    of_ours = replace(named, loss_type="sapo", loss_options={"temperature_neg": 1.3})
-    assert of_ours.loss_config() == GRPOLossConfig(loss_type=Sapo(temperature_neg=1.3))
+    built_in = replace(named, loss_type="sapo", loss_options={"temperature_neg": 1.3})
+    assert built_in.loss_config() == GRPOLossConfig(loss_type=Sapo(temperature_neg=1.3))
 
 
 def test_a_loss_comes_from_a_file_of_options(tmp_path, tiny_model):

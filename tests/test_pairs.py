@@ -34,8 +34,8 @@ CHUNK = 4 * V * 7  # seven rows of logits
 # On few tokens the rounding of X and of dH to bfloat16 scatters around 2.4e-3 on a GPU.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 2.5e-3}
 HALF = (torch.bfloat16, torch.float16)
-OF_VOCABULARY = ("weight", "bias", "lora_b")
-OF_SOFTMAX = ("bias", "logit_scale", "softcap", "temperature")
+VOCABULARY_FIELDS = ("weight", "bias", "lora_b")
+SOFTMAX_OPTIONS = ("bias", "logit_scale", "softcap", "temperature")
 
 
 def own_matmul(a, b):
@@ -49,7 +49,7 @@ def scored(batch):
     return replace(batch, mask=rows)
 
 
-def kept(batch):
+def kept_set(batch):
     return make_support(scored(batch))
 
 
@@ -67,7 +67,7 @@ def reference_of(batch):
 
 
 # Values of each field, by the field's name and what it is here: functions of the batch.
-OF_HEAD = {
+HEAD_OPTIONS = {
     "bias": {"bias": lambda b: b.bias},
     "low_rank": {"low_rank": lambda b: (b.hidden[..., :R] / 4, b.weight[:, -R:] / 4)},
     "logit_scale": {"logit_scale": lambda b: 0.75},
@@ -76,7 +76,7 @@ OF_HEAD = {
     "logits_dtype": {"logits_dtype": lambda b: "model"},
     "ranks": {"ranks": lambda b: VocabRanks(dist.group.WORLD)},
 }
-OF_EXECUTION = {
+EXECUTION_OPTIONS = {
     "backend": {"triton": lambda b: "triton"},
     "chunk_bytes": {"chunk_bytes": lambda b: CHUNK},
     "batch_invariant": {"batch_invariant": lambda b: True},
@@ -84,12 +84,12 @@ OF_EXECUTION = {
     "capturable": {"capturable": lambda b: True},
     "keep_gradients": {"made_again": lambda b: False},
 }
-OF_CALL = {
+CALL_OPTIONS = {
     "old_logps": {"old_logps": lambda b: b.old_logps},
     "ref_logps": {"ref_logps": lambda b: b.ref_logps},
     "sampling_logps": {"sampling_logps": lambda b: b.sampling_logps},
     "ce_weights": {"ce_weights": lambda b: b.ce_weights},
-    "support": {"support": kept},
+    "support": {"support": kept_set},
     # With a KL: its estimate, or the exact one.
     "reference": dict.fromkeys(("reference", "exact_kl"), reference_of),
     "num_items": {"num_items": lambda b: 31},
@@ -100,24 +100,24 @@ OF_CALL = {
     },
     "cu_seqlens": {"packed": lambda b: b.cu_seqlens},
 }
+TABLES = {"head": HEAD_OPTIONS, "execution": EXECUTION_OPTIONS, "call": CALL_OPTIONS}
 NAMED = {
     name: (where, field, value)
-    for where, table in (("head", OF_HEAD), ("execution", OF_EXECUTION), ("call", OF_CALL))
+    for where, table in TABLES.items()
     for field, values in table.items()
     for name, value in values.items()
 }
-# What cannot be computed: the argument that is named, and why.
+# Pairs that are refused: the argument that the error names, and why.
 REFUSED = {
     ("support", "batch_invariant"): "support",  # which entries are gathered depends on the batch
     ("support", "matmul"): "support",
     ("support", "capturable"): "support",  # how many entries there are is read
-    ("ranks", "capturable"): "capturable",  # what the ranks have is read
-    ("support", "reference"): "reference",  # whose softmax would be over the sets, too
+    ("ranks", "capturable"): "capturable",  # the ranks' shares are read
+    ("support", "reference"): "reference",  # its softmax would be over the sets
     ("support", "exact_kl"): "reference",
-    ("ref_logps", "reference"): "ref_logps",  # which are those of the reference
+    ("ref_logps", "reference"): "ref_logps",  # the reference computes them
     ("ref_logps", "exact_kl"): "ref_logps",
 }  # fmt: skip
-# What a graph does not hold, so that the call is eager.
 KINDS = ("reverse", "forward", "jsd")
 
 
@@ -126,19 +126,19 @@ def refusals(names, call):
     base = call.split()[-1]
     if base == "entries":
         names = {*names, "support"}
-    found = {pair: argument for pair, argument in REFUSED.items() if set(pair) <= set(names)}
-    found = set(found.values())
+    messages = {pair: argument for pair, argument in REFUSED.items() if set(pair) <= set(names)}
+    messages = set(messages.values())
     if base == "targets" and "support" in names:
-        found.add("support")
-    return found
+        messages.add("support")
+    return messages
 
 
 def test_every_option_is_here():
-    of_call = inspect.signature(grpo_kernels.fused_grpo_loss).parameters
+    parameters = inspect.signature(grpo_kernels.fused_grpo_loss).parameters
     positional = {"hidden", "head", "targets", "advantages", "mask", "execution"}
-    assert set(OF_HEAD) == {field.name for field in fields(LMHead)} - {"weight"}
-    assert set(OF_EXECUTION) == {field.name for field in fields(Execution)}
-    assert set(OF_CALL) == set(of_call) - positional
+    assert set(HEAD_OPTIONS) == {field.name for field in fields(LMHead)} - {"weight"}
+    assert set(EXECUTION_OPTIONS) == {field.name for field in fields(Execution)}
+    assert set(CALL_OPTIONS) == set(parameters) - positional
     assert all(name in NAMED for pair in REFUSED for name in pair)
 
 
@@ -152,45 +152,45 @@ def batch_of(names, dtype=torch.float32, **sizes):
         hidden = (batch.hidden.float() * 16).round().clamp(-64, 64) / 16
         batch = replace(batch, hidden=hidden.to(dtype))
     if "support" in names:
-        given = {name: NAMED[name] for name in names if NAMED[name][1] in OF_SOFTMAX}
-        given = {field: value(batch) for _, field, value in given.values()}
-        batch = with_logps_of(batch, kept(batch), **given)
+        options = {name: NAMED[name] for name in names if NAMED[name][1] in SOFTMAX_OPTIONS}
+        options = {field: value(batch) for _, field, value in options.values()}
+        batch = with_logps_of(batch, kept_set(batch), **options)
     return packed(batch) if {"packed", "per_sequence"} & set(names) else batch
 
 
 def options_of(batch, names, objective=None):
     """Fields of the head and of the execution, and arguments of the loss."""
-    given = {"head": {}, "execution": {}, "call": {}}
+    options = {"head": {}, "execution": {}, "call": {}}
     for name in names:
         where, field, value = NAMED[name]
-        given[where][field] = value(batch)
-    of_loss = given["call"]
+        options[where][field] = value(batch)
+    call = options["call"]
     if batch.cu_seqlens is not None:
-        of_loss["cu_seqlens"] = batch.cu_seqlens
+        call["cu_seqlens"] = batch.cu_seqlens
     if objective is not None:
-        of_config, tensors = OBJECTIVES[objective]
-        of_loss["config"] = config(**of_config)
-        of_loss |= {name: getattr(batch, name) for name in tensors}
-    if "reference" in of_loss:
+        settings, tensors = OBJECTIVES[objective]
+        call["config"] = config(**settings)
+        call |= {name: getattr(batch, name) for name in tensors}
+    if "reference" in call:
         estimator = {"kl_estimator": "exact", "kl_clamp": None} if "exact_kl" in names else {}
-        cfg = of_loss.get("config", config())
-        of_loss["config"] = replace(cfg, **{"beta": cfg.beta or 0.2, **estimator})
+        cfg = call.get("config", config())
+        call["config"] = replace(cfg, **{"beta": cfg.beta or 0.2, **estimator})
         if objective is not None:
-            of_loss.pop("ref_logps", None)
-    return given.values()
+            call.pop("ref_logps", None)
+    return options.values()
 
 
 def widened(x):
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
-def exactly(head, of_call, dtype):
-    """What the reference takes of the options of a head and of a call, in float64."""
+def exactly(head, call, dtype):
+    """Returns the options of a head and of a call that the reference takes, in float64."""
     head = {name: widened(x) for name, x in head.items() if name != "ranks"}
-    of_call = {name: widened(x) for name, x in of_call.items()}
+    call = {name: widened(x) for name, x in call.items()}
     if head.pop("logits_dtype", None):
-        of_call["rounded_to"] = dtype
-    return head, of_call
+        call["rounded_to"] = dtype
+    return head, call
 
 
 def moved(x, device):
@@ -202,109 +202,109 @@ def moved(x, device):
     if isinstance(x, dict):
         return {name: moved(value, device) for name, value in x.items()}
     if isinstance(x, tuple):
-        found = [moved(value, device) for value in x]
-        return type(x)(*found) if hasattr(x, "_fields") else tuple(found)
+        items = [moved(value, device) for value in x]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
     return x
 
 
 def leaves_of(batch, head, frozen, *, truth, rows, device):
     """The tensors with a gradient: float64 for the truth, `rows` of the vocabulary on a rank."""
-    found = {"hidden": batch.hidden, "weight": batch.weight}
-    found |= {"bias": head["bias"]} if "bias" in head else {}
-    found |= dict(zip(("a_out", "lora_b"), head.get("low_rank", ()), strict=False))
-    for name, x in found.items():
-        own = x[rows] if rows is not None and name in OF_VOCABULARY else x
-        own = own.detach().double() if truth else own.detach().clone().to(device)
-        found[name] = own.requires_grad_(name not in frozen)
-    return found
+    leaves = {"hidden": batch.hidden, "weight": batch.weight}
+    leaves |= {"bias": head["bias"]} if "bias" in head else {}
+    leaves |= dict(zip(("a_out", "lora_b"), head.get("low_rank", ()), strict=False))
+    for name, x in leaves.items():
+        leaf = x[rows] if rows is not None and name in VOCABULARY_FIELDS else x
+        leaf = leaf.detach().double() if truth else leaf.detach().clone().to(device)
+        leaves[name] = leaf.requires_grad_(name not in frozen)
+    return leaves
 
 
 def part_of(other, ranks, rows):
     """The reference's model as a rank has it."""
     if ranks is None:
         return other
-    its = other.head
-    rows, (a_out, lora_b) = rows or slice(None), its.low_rank
-    part = {"weight": its.weight[rows], "bias": its.bias[rows], "low_rank": (a_out, lora_b[rows])}
-    return Reference(other.hidden, its.replace(**part, ranks=ranks))
+    head = other.head
+    rows, (a_out, lora_b) = rows or slice(None), head.low_rank
+    part = {"weight": head.weight[rows], "bias": head.bias[rows], "low_rank": (a_out, lora_b[rows])}
+    return Reference(other.hidden, head.replace(**part, ranks=ranks))
 
 
 def run(batch, names, *, truth, call, objective=None, rows=None, device="cpu"):
     """Result and gradients of a call with these options; one of ranks has `rows` of the head."""
     *how, base = call.split()
-    head, execution, of_call = options_of(batch, names, objective)
+    head, execution, call_options = options_of(batch, names, objective)
     if base in KINDS:
-        of_call.setdefault("reference", reference_of(batch))
+        call_options.setdefault("reference", reference_of(batch))
     if base == "entries":
-        of_call["support"] = make_support(scored(batch), without=0.0)
+        call_options["support"] = make_support(scored(batch), without=0.0)
     frozen = ("weight", "bias") if "frozen" in how else ()
     leaves = leaves_of(batch, head, frozen, truth=truth, rows=rows, device=device)
     if truth:
-        head, of_call = exactly(head, of_call, batch.hidden.dtype)
+        head, call_options = exactly(head, call_options, batch.hidden.dtype)
     else:
         head |= {"ranks": VocabRanks(dist.group.WORLD)} if rows is not None else {}
-        if "reference" in of_call:
-            of_call["reference"] = part_of(of_call["reference"], head.get("ranks"), rows)
-        head, of_call = moved(head, device), moved(of_call, device)
-        of_call["execution"] = Execution(**execution)
+        if "reference" in call_options:
+            call_options["reference"] = part_of(call_options["reference"], head.get("ranks"), rows)
+        head, call_options = moved(head, device), moved(call_options, device)
+        call_options["execution"] = Execution(**execution)
         batch = batch.to(device, batch.hidden.dtype)
     head |= {name: leaves[name] for name in ("weight", "bias") if name in leaves}
     if "low_rank" in head:
         head["low_rank"] = (leaves["a_out"], leaves["lora_b"])
-    given = leaves["hidden"], LMHead(**head) if len(head) > 1 else head["weight"]
+    head_args = leaves["hidden"], LMHead(**head) if len(head) > 1 else head["weight"]
 
     def function(name):
         return getattr(exact if truth else grpo_kernels, name)
 
-    of = {"loss": of_loss, **dict.fromkeys(KINDS, of_divergence)}.get(base, of_logps)
-    found = of(function, given, batch, of_call, base=base, entropy="frozen" not in how)
-    (4.0 * found.loss).backward()  # as AMP scales it
+    of = {"loss": loss_call, **dict.fromkeys(KINDS, divergence_call)}.get(base, logps_call)
+    result = of(function, head_args, batch, call_options, base=base, entropy="frozen" not in how)
+    (4.0 * result.loss).backward()  # as AMP scales it
     gradients = {k: None if x.grad is None else x.grad.cpu() / 4 for k, x in leaves.items()}
-    metrics = moved(found.metrics, "cpu")
-    return Result(found.loss.detach().cpu(), metrics, found.logps.detach().cpu(), gradients)
+    metrics = moved(result.metrics, "cpu")
+    return Result(result.loss.detach().cpu(), metrics, result.logps.detach().cpu(), gradients)
 
 
-def of_loss(function, given, batch, options, **_):
+def loss_call(function, args, batch, options, **_):
     call = function("fused_grpo_loss")
-    out = call(*given, batch.targets, batch.advantages, batch.mask, **options)
+    out = call(*args, batch.targets, batch.advantages, batch.mask, **options)
     metrics = {name: x for name, x in out.metrics.items() if not name.startswith("support/")}
     return Result(out.loss, metrics, out.logps)
 
 
-def of_divergence(function, given, batch, options, *, base, **_):
-    """Of the truth the mean of its divergences, and what it says of each model's entropy."""
+def divergence_call(function, args, batch, options, *, base, **_):
+    """Runs a distillation call; the reference's metrics are computed from its divergences."""
     mask, other = scored(batch).mask, options["reference"]
     how, count = {"kind": base, "beta": 0.3}, scored(batch).mask.sum()
     if "execution" in options:
         out = function("fused_distillation_loss")(
-            *given, other, mask, execution=options["execution"], **how
+            *args, other, mask, execution=options["execution"], **how
         )
         agreement = out.metrics.pop("agreement")
         assert 0 <= agreement <= 1
         return Result(out.loss, out.metrics, out.divergence)
     rounded_to = {"rounded_to": options.get("rounded_to")}
-    found = exact.divergence(*given, other, mask, **how, **rounded_to)
+    divergences = exact.divergence(*args, other, mask, **how, **rounded_to)
     entropies = [
         exact.linear_logprobs(*model, batch.targets, mask, **rounding).entropy.sum() / count
-        for model, rounding in ((given, rounded_to), (other, {}))
+        for model, rounding in ((args, rounded_to), (other, {}))
     ]
     names = ("tokens", "divergence", "divergence_max", "entropy", "ref_entropy")
-    loss = found.sum() / count
-    values = (count, loss, found.max(), *entropies)
-    return Result(loss, dict(zip(names, values, strict=True)), found)
+    loss = divergences.sum() / count
+    values = (count, loss, divergences.max(), *entropies)
+    return Result(loss, dict(zip(names, values, strict=True)), divergences)
 
 
-def of_logps(function, given, batch, options, *, base, entropy):
+def logps_call(function, args, batch, options, *, base, entropy):
     """A loss of all results, each with a gradient for other rows."""
-    mask, of_truth = scored(batch).mask, "execution" not in options
+    mask, is_truth = scored(batch).mask, "execution" not in options
     names = ("support", "execution", "rounded_to")
     options = {name: x for name, x in options.items() if name in names}
-    if not of_truth:
+    if not is_truth:
         options["entropy"] = entropy
     if base == "entries":
         options["entries"] = True
     targets = {"entries": None, "targets": several(batch)}.get(base, batch.targets)
-    out = function("linear_logprobs")(*given, targets, mask, **options)
+    out = function("linear_logprobs")(*args, targets, mask, **options)
     results = list(out if entropy else out[:1])
     g, total = torch.Generator().manual_seed(5), 0.0
     for factor, x in zip((0.5, -0.1, 0.2), results, strict=False):
@@ -350,19 +350,19 @@ def compare(actual, expected, dtype, call, device="cpu", floor=0.0):
 
 
 PAIRS = [x for x in itertools.combinations(NAMED, 2) if NAMED[x[0]][:2] != NAMED[x[1]][:2]]
-OF_LOSS = set(itertools.chain.from_iterable(OF_CALL.values())) - {"support"}
-PAIRS_OF_HEAD = [pair for pair in PAIRS if not OF_LOSS & set(pair)]
-PAIRS_OF_HEADS = [pair for pair in PAIRS_OF_HEAD if "support" not in pair]
+LOSS_OPTIONS = set(itertools.chain.from_iterable(CALL_OPTIONS.values())) - {"support"}
+HEAD_PAIRS = [pair for pair in PAIRS if not LOSS_OPTIONS & set(pair)]
+TWO_HEAD_PAIRS = [pair for pair in HEAD_PAIRS if "support" not in pair]
 # The calls, the pairs that they take, and of how many one is in the fast tier.
 CALLS = {
     "loss": (PAIRS, 1),
-    "logps": (PAIRS_OF_HEAD, 3),
-    "targets": (PAIRS_OF_HEAD, 3),
-    "entries": (PAIRS_OF_HEADS, 3),
-    "frozen logps": (PAIRS_OF_HEAD, 3),
+    "logps": (HEAD_PAIRS, 3),
+    "targets": (HEAD_PAIRS, 3),
+    "entries": (TWO_HEAD_PAIRS, 3),
+    "frozen logps": (HEAD_PAIRS, 3),
     "frozen loss": (PAIRS, 9),
-    **{kind: (PAIRS_OF_HEADS, 7) for kind in KINDS},
-    "frozen reverse": (PAIRS_OF_HEADS, 20),
+    **{kind: (TWO_HEAD_PAIRS, 7) for kind in KINDS},
+    "frozen reverse": (TWO_HEAD_PAIRS, 20),
 }
 
 
@@ -403,8 +403,7 @@ def test_pair(pair, call):
     check(pair, call)
 
 
-# What an objective can be at odds with: other terms, the sets of its softmax, its sequences; and
-# of how many one is in the fast tier.
+# Options that may conflict with an objective; one of so many cases is in the fast tier.
 BESIDE = {
     "chunk_bytes": 1, "packed": 2, "triton": 3, "support": 3, "ce_weights": 3, "reference": 4,
     "exact_kl": 4, "capturable": 6,
@@ -412,17 +411,17 @@ BESIDE = {
 
 
 @pytest.mark.parametrize(
-    ("objective", "beside"), one_in(itertools.product(OBJECTIVES, BESIDE), BESIDE)
+    ("objective", "option"), one_in(itertools.product(OBJECTIVES, BESIDE), BESIDE)
 )
-def test_objective(objective, beside):
-    check(("bias", beside), "loss", objective=objective, B=6, T=11)
+def test_objective(objective, option):
+    check(("bias", option), "loss", objective=objective, B=6, T=11)
 
 
 # Alone, and all that go together. Triton's interpreter does not have bfloat16.
 EVERYTHING = ("bias", "low_rank", "logit_scale", "softcap", "temperatures", "chunk_bytes")
 
 
-def of_each(dtypes):
+def with_each(dtypes):
     """Every option, and all of the head, in each call."""
     for call in CALLS:
         names = sorted({name for pair in CALLS[call][0] for name in pair})
@@ -433,7 +432,7 @@ def of_each(dtypes):
 @pytest.mark.parametrize(
     ("names", "dtype", "call"),
     # On a CPU GEMMs are in float32.
-    one_in(of_each(HALF), dict.fromkeys(CALLS, 3)),
+    one_in(with_each(HALF), dict.fromkeys(CALLS, 3)),
     ids=name_of,
 )
 def test_half_precision(names, dtype, call):
@@ -457,18 +456,18 @@ def test_what_is_wrong_is_seen(dtype, factor):
     """Zeros, another sign and two percent: in each gradient, metric and value."""
     names = ("bias", "low_rank", "old_logps", "reference")
     batch = batch_of(names, dtype)
-    found = run(batch, names, truth=False, call="loss")
-    compare(found, found, dtype, "loss")
-    wrong = [replace(found, loss=factor * found.loss), replace(found, logps=factor * found.logps)]
-    for name, x in found.gradients.items():
-        wrong.append(replace(found, gradients={**found.gradients, name: factor * x}))
-    for name, x in found.metrics.items():
+    right = run(batch, names, truth=False, call="loss")
+    compare(right, right, dtype, "loss")
+    wrong = [replace(right, loss=factor * right.loss), replace(right, logps=factor * right.logps)]
+    for name, x in right.gradients.items():
+        wrong.append(replace(right, gradients={**right.gradients, name: factor * x}))
+    for name, x in right.metrics.items():
         if x.abs() > 0.1:
-            wrong.append(replace(found, metrics={**found.metrics, name: factor * x}))
+            wrong.append(replace(right, metrics={**right.metrics, name: factor * x}))
     assert len(wrong) > 10
     for result in wrong:
         with pytest.raises(AssertionError):
-            compare(result, found, dtype, "loss")
+            compare(result, right, dtype, "loss")
 
 
 def test_memory_that_nobody_wrote_is_nan():
@@ -480,7 +479,7 @@ def test_memory_that_nobody_wrote_is_nan():
 @pytest.mark.parametrize(
     ("names", "dtype", "call"),
     # The group of ranks is of a CPU.
-    [case for case in of_each((torch.float32, *HALF)) if "ranks" not in case[0]],
+    [case for case in with_each((torch.float32, *HALF)) if "ranks" not in case[0]],
     ids=name_of,
 )
 def test_on_a_gpu(names, dtype, call):

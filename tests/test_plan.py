@@ -12,12 +12,12 @@ from tests.helpers.fake_cuda import CountedCUDA
 QWEN = 151_936
 
 
-def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100):
+def plan(needed, with_grad, *, rows=4, num_tokens=10, V=100):
     def as_mask(ids):
         return None if ids is None else torch.tensor([i in ids for i in range(num_tokens)]).bool()
 
     return plan_rows(
-        as_mask(wanted), as_mask(with_grad), ValueChecks(), torch.empty(V, 1),
+        as_mask(needed), as_mask(with_grad), ValueChecks(), torch.empty(V, 1),
         num_tokens, Buffers(V), int(4 * V * rows),
     )  # fmt: skip
 
@@ -43,7 +43,7 @@ EVERY = set(range(10))
 
 
 @pytest.mark.parametrize(
-    ("wanted", "with_grad", "expected"),
+    ("needed", "with_grad", "expected"),
     (
         (None, None, [([0, 1, 2, 3], True), ([4, 5, 6, 7], True), ([8, 9], True)]),
         # Rows with a gradient come first, and in order.
@@ -54,8 +54,8 @@ EVERY = set(range(10))
         (EVERY, set(), [([0, 1, 2, 3], False), ([4, 5, 6, 7], False), ([8, 9], False)]),
     ),
 )
-def test_rows_and_their_order(wanted, with_grad, expected):
-    assert rows_of(plan(wanted, with_grad)) == expected
+def test_rows_and_their_order(needed, with_grad, expected):
+    assert rows_of(plan(needed, with_grad)) == expected
 
 
 def test_no_rows_and_all_as_they_lie():
@@ -102,20 +102,20 @@ def test_strips_of_logits_beside_gradients(budget, sizes, on_a_gpu):
 
 
 def test_a_strip_is_one_wave_of_the_sweep(on_a_gpu):
-    """As many programs as fit the registers, and no second wave: 5 x 132 rows in tiles of 128."""
+    """A strip has one wave of programs: 5 x 132 rows in tiles of 128."""
     registers_of_a_multiprocessor, threads = 65_536, 32 * ROW_LAUNCH.num_warps
     assert registers_of_a_multiprocessor // (REGISTERS * threads) == SWEPT_ROWS_PER_SM
     assert gpu(on_a_gpu.device).multi_processor_count == 132
     plan = plan_of_all(16_384, on_a_gpu, Buffers(QWEN, 2, strips=True))
     assert (plan.largest_chunk, plan.logit_rows) == (4096, 640)
-    # Of a small vocabulary, or on a small GPU, as many whole waves as are worth a GEMM.
+    # With a small vocabulary, or on a small GPU, several full waves, as many as are worth a GEMM.
     assert plan_of_all(16_384, on_a_gpu, Buffers(32_000, 2, strips=True)).logit_rows == 3200
     on_a_gpu.gpu.properties.multi_processor_count = 58
     assert plan_of_all(16_384, on_a_gpu, Buffers(QWEN, 2, strips=True)).logit_rows == 512
 
 
 def test_buffers_have_two_sizes_whatever_the_mask_is(on_a_gpu):
-    """Of other sizes each, what the allocator is given back would not fit again."""
+    """With more sizes, memory freed to the allocator would not be reused."""
     positions, sizes = 16_384, set()
     for rows in range(100, positions, 300):
         active = torch.zeros(positions, dtype=torch.bool, device=on_a_gpu.device)
@@ -151,7 +151,7 @@ COUNTED = {(16384, 896): 2350, (16384, 2048): 3080, (16384, 4096): 4379, (4096, 
 def test_memory_is_the_buffers_and_the_gradients(num_tokens, H, on_a_gpu):
     weight = on_a_gpu.new_empty(1).expand(QWEN, H)
     plan = plan_of_all(num_tokens, weight, Buffers(QWEN, 2, strips=True))
-    of_sum = 4 if plan.largest_chunk < num_tokens else 2  # one product is rounded by its GEMM
-    of_chunk = (4 + 2) * plan.largest_chunk * H  # dH in float32, r o h
-    taken = plan.bytes_taken + of_sum * QWEN * H + 2 * num_tokens * H + of_chunk
+    sum_bytes = 4 if plan.largest_chunk < num_tokens else 2  # one product is rounded by its GEMM
+    chunk_bytes = (4 + 2) * plan.largest_chunk * H  # dH in float32, r o h
+    taken = plan.bytes_taken + sum_bytes * QWEN * H + 2 * num_tokens * H + chunk_bytes
     assert taken / 2**20 == pytest.approx(COUNTED[num_tokens, H], rel=0.01)

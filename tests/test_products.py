@@ -26,7 +26,7 @@ def test_gemms_on_a_cpu_take_float32():
 
 
 def test_a_bf16_weight_is_upcast_in_slices():
-    """Of 16 MiB on a CPU, whatever is asked for at once."""
+    """Slices have 16 MiB on a CPU, whatever the budget."""
     weight = torch.empty(1, dtype=torch.bfloat16).expand(3000, 2048)
     parts = list(slices_of(weight, torch.float32, len(weight)))
     assert [(c.start, c.stop) for c, _ in parts] == [(0, 2048), (2048, 3000)]
@@ -61,13 +61,13 @@ def test_rows_of_a_multiple_are_products_of_one_shape():
     torch.testing.assert_close(out, a @ b)
 
 
-# As a GPU has them in half precision, imitated on a CPU, in one sweep and in two
+# Half-precision products of a GPU, imitated on a CPU, in one sweep and in two
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_half_precision_products(option, dtype, monkeypatch):
-    """As a GPU works: two buffers, logits in strips of 5 rows, gradients of up to 50."""
+    """Two buffers as on a GPU: logits in strips of 5 rows, gradients of up to 50."""
     imitate(monkeypatch, dtype)
     config_options, options = OPTIONS[option]
     options = {**options, "config": config(**config_options), "chunk_bytes": 24 * 1003 * 5}
@@ -87,7 +87,7 @@ def test_errors_of_half_precision_products(monkeypatch):
     head = [x.clone().requires_grad_() for x in (w.hidden, w.weight)]
     out = fused_grpo_loss(*head, *rest, old_logps=w.old_logps)
     out.loss.backward()
-    for name, mine, truth in zip(("hidden", "weight"), head, exact, strict=True):
-        error = relative_error(mine.grad.double(), truth.grad)
+    for name, actual, truth in zip(("hidden", "weight"), head, exact, strict=True):
+        error = relative_error(actual.grad.double(), truth.grad)
         print(f"d_{name} error: {error:.2e}")
         assert 1e-3 < error <= 3e-3, name

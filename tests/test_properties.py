@@ -75,7 +75,7 @@ def problems(draw) -> tuple[Batch, dict]:
     options["frozen"] = draw(st.sampled_from(((), ("weight",), ("hidden", "bias"))))
     if draw(st.booleans()) and batch.advantages.ndim == 1:
         flat = packed(batch)
-        # As many sequences as tokens, some empty, is refused: [B] could be [N].
+        # Refused: with as many sequences as tokens, some empty, [B] could be [N].
         if len(flat.targets) != len(flat.advantages):
             batch = flat
     return batch, options

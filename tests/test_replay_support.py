@@ -58,7 +58,7 @@ def sample(model, sampling, share_prompts=True):
     return GenerateRollout(policy, make_tokenizer())(PROMPTS, 3, sampling)
 
 
-# What is recorded
+# Recording
 
 
 @pytest.mark.parametrize("name", TRUNCATIONS)
@@ -74,13 +74,13 @@ def test_supports_are_what_generate_leaves(name):
         expected = truncated_log_probs(model, PROMPTS[i // 3], c, **TRUNCATIONS[name])
         sets = kept_sets(c.support)
         assert sets == [set(row.isfinite().nonzero()[:, 0].tolist()) for row in expected]
-        assert all(t in kept for t, kept in zip(c.token_ids, sets, strict=True))
+        assert all(t in kept_set for t, kept_set in zip(c.token_ids, sets, strict=True))
     # Recording changes no sample, nor does encoding prompts with each completion.
     assert done == sample(model, replace(sampling, record_support=False))
     assert done == sample(model, sampling, share_prompts=False)
 
 
-# What is trained
+# Training
 
 
 def scored(tiny_model, tmp_path, **options):
@@ -129,29 +129,29 @@ def test_without_replay_log_probs_are_of_the_whole_softmax(tiny_model, tmp_path)
     for options in ({"replay_support": False, **TRUNCATIONS["top_p"]}, {}):
         trainer, (samples, scores) = scored(tiny_model, tmp_path, **options)
         assert all(c.support is None for c in samples.completions) and not samples.replay_support
-        whole, _ = expected_of(trainer, samples, {})
-        torch.testing.assert_close(scores.old_logps, whole, rtol=1e-4, atol=2e-5)
+        full, _ = expected_of(trainer, samples, {})
+        torch.testing.assert_close(scores.old_logps, full, rtol=1e-4, atol=2e-5)
 
 
 def test_metrics_of_supports_are_of_the_rollout(tiny_model, tmp_path):
-    seen, asked = [], []
+    seen, requests = [], []
     config = config_of(tiny_model, tmp_path, top_p=0.8, steps=1, micro_batch_size=3, eval_size=2)
     trainer = trainer_of(config)
     rollout = trainer.rollout
     trainer.rollout = lambda prompts, count, sampling: (
-        asked.append((sampling.temperature, sampling.record_support))
+        requests.append((sampling.temperature, sampling.record_support))
         or rollout(prompts, count, sampling)
     )
     row = rows_of(trainer.train(lambda _, samples: seen.append(samples)))[0]
-    sets = [kept for c in seen[0].completions for kept in kept_sets(c.support)]
-    sizes = torch.tensor([len(kept) for kept in sets]).double()
+    sets = [kept_set for c in seen[0].completions for kept_set in kept_sets(c.support)]
+    sizes = torch.tensor([len(kept_set) for kept_set in sets]).double()
     assert row["support/mean"] == pytest.approx(sizes.mean().item())
     assert row["support/p99"] == pytest.approx(sizes.quantile(0.99).item())
     assert row["support/singletons"] == pytest.approx((sizes == 1).double().mean().item())
     assert 0 <= row["support/gathered"] <= 1 and "support/fallback" not in row
     assert 1 < row["support/mean"] < V and "warnings" not in row
     # Evaluations do not record.
-    assert asked == [(0.0, False), (1.0, True), (0.0, False)]
+    assert requests == [(0.0, False), (1.0, True), (0.0, False)]
 
 
 def test_a_rollout_that_does_not_say_is_warned_of(tiny_model, tmp_path):
@@ -177,21 +177,21 @@ def batch_with_support():
 
 
 def assert_same_gradients(trained, exact):
-    for mine, theirs in zip(trained, exact, strict=True):
-        assert relative_error(mine.grad, theirs.grad) < 1e-4
+    for weight, exact_weight in zip(trained, exact, strict=True):
+        assert relative_error(weight.grad, exact_weight.grad) < 1e-4
 
 
 def test_verl():
     batch, support, trained, exact = batch_with_support()
-    found = linear_cross_entropy(
+    actual = linear_cross_entropy(
         *trained, batch.targets, 0.7, "none", support=support, mask=batch.mask
     )
     head = LMHead(exact[1], temperature=0.7)
-    wanted = reference.linear_logprobs(exact[0], head, batch.targets, batch.mask, support=support)
-    wanted = (wanted.logps, wanted.entropy)
-    for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
-    for logps, entropy in (found, wanted):
+    expected = reference.linear_logprobs(exact[0], head, batch.targets, batch.mask, support=support)
+    expected = (expected.logps, expected.entropy)
+    for result, exact_result in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result.double(), exact_result, rtol=1e-5, atol=1e-5)
+    for logps, entropy in (actual, expected):
         (logps.sum() + 0.3 * (entropy * torch.arange(9)).sum()).backward()
     assert_same_gradients(trained, exact)
 
@@ -210,28 +210,28 @@ def test_liger(ref):
 
     old_logps = logps_of(batch.hidden) + 0.3 * torch.randn(batch.mask.shape, generator=g)
     ref_logps = logps_of(ref_hidden)
-    given = {"ref_per_token_logps": ref_logps.float()}
+    kwargs = {"ref_per_token_logps": ref_logps.float()}
     if ref == "head":
-        given = {"ref_input": ref_hidden, "ref_weight": batch.weight}
+        kwargs = {"ref_input": ref_hidden, "ref_weight": batch.weight}
     config = GRPOLossConfig(loss_type="dapo", beta=0.1, use_bias_correction_kl=False)
     loss, (kl, clipped) = FusedLinearGRPOLoss(beta=0.1, loss_type="dapo", temperature=0.7)(
         *trained, batch.targets, batch.mask, batch.advantages,
-        old_per_token_logps=old_logps.float(), support=support, **given,
+        old_per_token_logps=old_logps.float(), support=support, **kwargs,
     )  # fmt: skip
-    wanted = reference.fused_grpo_loss(
+    expected = reference.fused_grpo_loss(
         exact[0], head, batch.targets, batch.advantages.double(), batch.mask, old_logps=old_logps,
         ref_logps=ref_logps, support=support, config=config,
     )  # fmt: skip
-    assert float(loss) == pytest.approx(float(wanted.loss), rel=1e-4)
-    assert float(kl) == pytest.approx(float(wanted.metrics["kl"]), rel=1e-4) and 0 < clipped < 1
+    assert float(loss) == pytest.approx(float(expected.loss), rel=1e-4)
+    assert float(kl) == pytest.approx(float(expected.metrics["kl"]), rel=1e-4) and 0 < clipped < 1
     loss.backward()
-    wanted.loss.backward()
+    expected.loss.backward()
     assert_same_gradients(trained, exact)
 
 
 @pytest.mark.parametrize("labels_as", ("labels", "kept", "shifted"))
-@pytest.mark.parametrize("asked", ("logps", "loss"))
-def test_transformers(asked, labels_as):
+@pytest.mark.parametrize("what", ("logps", "loss"))
+def test_transformers(what, labels_as):
     """With padding on both sides, and prompts of two lengths."""
     model = make_model("qwen2", tie_word_embeddings=False)
     g = torch.Generator().manual_seed(3)
@@ -253,32 +253,32 @@ def test_transformers(asked, labels_as):
 
     exact = copy.deepcopy(model).double()
     hidden = exact.base_model(**inputs, use_cache=False).last_hidden_state[:, states]
-    given = (hidden, LMHead(exact.lm_head.weight, temperature=0.7), targets)
-    wanted = reference.linear_logprobs(*given, mask, support=support)
+    args = (hidden, LMHead(exact.lm_head.weight, temperature=0.7), targets)
+    expected = reference.linear_logprobs(*args, mask, support=support)
     attach_fused_head(model, temperature=0.7)
     places = torch.arange(targets.shape[1])
-    if asked == "loss":
+    if what == "loss":
         advantages = torch.randn(3, generator=g)
-        old_logps = wanted.logps.detach() + 0.3 * torch.randn(mask.shape, generator=g)
+        old_logps = expected.logps.detach() + 0.3 * torch.randn(mask.shape, generator=g)
         config = GRPOLossConfig(loss_type="dapo")
         objective = Objective(
             advantages, old_logps=old_logps.float(), config=config, mask=own_mask, support=support
         )
         out = model(**inputs, **call, fused_head=objective)
         loss = out.loss
-        wanted_loss = reference.fused_grpo_loss(
-            *given, advantages.double(), mask, old_logps=old_logps, support=support, config=config
+        expected_loss = reference.fused_grpo_loss(
+            *args, advantages.double(), mask, old_logps=old_logps, support=support, config=config
         ).loss
     else:
         out = model(**inputs, **call, fused_head=Objective(mask=own_mask, support=support))
         loss = (out.logps * places).sum() + out.entropy.sum()
-        wanted_loss = (wanted.logps * places).sum() + wanted.entropy.sum()
+        expected_loss = (expected.logps * places).sum() + expected.entropy.sum()
     for name in ("logps", "entropy"):
-        mine, theirs = getattr(out, name).double(), getattr(wanted, name)
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-    assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-4, abs=1e-5)
+        actual, theirs = getattr(out, name).double(), getattr(expected, name)
+        torch.testing.assert_close(actual, theirs, rtol=1e-4, atol=1e-4)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-4, abs=1e-5)
     loss.backward()
-    wanted_loss.backward()
-    for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+    expected_loss.backward()
+    for actual, theirs in zip(model.parameters(), exact.parameters(), strict=True):
         if theirs.grad.norm() > 1e-7:
-            assert relative_error(mine.grad, theirs.grad) < 2e-4
+            assert relative_error(actual.grad, theirs.grad) < 2e-4

@@ -1,4 +1,4 @@
-"""Whether a sampler rounds its logits as the policy does, by its log-probs."""
+"""Check whether a sampler rounds its logits as the policy does."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_a_sampler_that_rounds(scored):
     assert check.outside_fp32 >= check.outside_model and check.tokens == int(mask.sum())
     assert HERE in check.advice and THERE in check.advice
     assert check.advice in str(check) and f"{check.rms_fp32:.2g} nats RMS" in str(check)
-    # What is masked, and what the sampler did not score, does not count.
+    # Masked tokens, and tokens that the sampler did not score, do not count.
     sampled, first = eager.clone(), torch.zeros_like(mask)
     sampled[0], first[:2] = torch.nan, True
     some = check_sampler(sampled, fp32, model, first)
@@ -47,7 +47,7 @@ def test_a_sampler_that_rounds(scored):
 
 
 def test_others(scored):
-    """One in float32, one that differs for another reason, and one that does not at all."""
+    """Samplers in float32, with a difference of another cause, and with none."""
     fp32, model, eager, mask = scored
     check = check_sampler(fp32 + 1e-5, fp32, model, mask)
     assert check.closer == "fp32" and "use logits_dtype='fp32'" in check.advice
@@ -103,7 +103,7 @@ def test_the_trainer_warns_in_its_first_step(tiny_model, tmp_path, capsys, ours,
     config = config_of(tiny_model, tmp_path, dtype="bf16", logits_dtype=ours)
     sampler = type("Sampler", (RoundingSampler,), {"logits_dtype": theirs})
     trainer_of(config, rollout=lambda policy: sampler(policy, make_tokenizer())).train()
-    told = capsys.readouterr().out
-    assert told.count("sampler to policy over") == (ours != theirs)
+    output = capsys.readouterr().out
+    assert output.count("sampler to policy over") == (ours != theirs)
     if ours != theirs:
-        assert (THERE if theirs == "model" else "use logits_dtype='fp32'") in told
+        assert (THERE if theirs == "model" else "use logits_dtype='fp32'") in output

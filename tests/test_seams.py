@@ -1,4 +1,4 @@
-"""What the main path may know: a capability is one file behind one seam."""
+"""Seams: the main path knows of each capability only its one file."""
 
 import ast
 import inspect
@@ -40,7 +40,7 @@ def test_an_exact_call_loads_nothing_else():
 
 
 def test_the_plan_alone_knows_the_capabilities():
-    """Of the files that an exact call loads; and only inside of functions."""
+    """Only the plan imports capabilities, and only inside of functions."""
     optional = {"support", "shards", "many_targets", "two_heads"}
     for path in [*PACKAGE.glob("*.py"), *(PACKAGE / "head").glob("*.py")]:
         if path.stem in (*optional, "doctor"):
@@ -69,9 +69,9 @@ def test_the_reference_takes_what_the_call_takes(call):
     ours, theirs = (
         set(inspect.signature(getattr(x, call)).parameters) for x in (grpo_kernels, reference)
     )
-    if "loss_args" in theirs:  # of which it gives two itself
-        of_loss = set(inspect.signature(reference.grpo_loss).parameters) - {"logps", "entropy"}
-        theirs = theirs - {"loss_args"} | of_loss
+    if "loss_args" in theirs:  # the reference passes two of them
+        forwarded = set(inspect.signature(reference.grpo_loss).parameters) - {"logps", "entropy"}
+        theirs = theirs - {"loss_args"} | forwarded
     assert ours - theirs <= {"execution", "backend", "entropy"}
     assert theirs - ours <= {"rounded_to", "kl"}  # the exact one, of two models' logits
 

@@ -42,7 +42,7 @@ def test_vocabularies(V, backend):
     if V == 1:
         assert (selective_log_softmax(logits, targets, backend=backend) == 0).all()
         return
-    # Of two words one is all but certain, and 1 - p has lost its digits.
+    # One of two ids is nearly certain, so 1 - p has lost its digits.
     expect_equal(logits, targets, 1e-3 if V == 2 else 2e-5, backend)
 
 
@@ -68,8 +68,8 @@ def test_full_vocabulary(offset, backend):
 @pytest.mark.parametrize("kind", ("scalar", "per_token", "zero_dim"))
 def test_temperature(kind, backend):
     logits, targets = logits_like_a_model((2, 5), 501)
-    given = {"scalar": 0.6, "per_token": 0.5 + torch.rand(2, 5), "zero_dim": torch.tensor(1.7)}
-    expect_equal(logits, targets, 2e-5, backend, temperature=given[kind])
+    kinds = {"scalar": 0.6, "per_token": 0.5 + torch.rand(2, 5), "zero_dim": torch.tensor(1.7)}
+    expect_equal(logits, targets, 2e-5, backend, temperature=kinds[kind])
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))

@@ -23,9 +23,9 @@ def batch():
     return make_batch()
 
 
-def expect_equal(batch, kept, options, *, tolerance=2e-5, **kwargs):
-    options = {"support": kept, **options, **kwargs}
-    batch = with_logps_of_call(batch, kept, options)
+def expect_equal(batch, support, options, *, tolerance=2e-5, **kwargs):
+    options = {"support": support, **options, **kwargs}
+    batch = with_logps_of_call(batch, support, options)
     expected = run_fused(batch, exact=True, **options)
     actual = run_fused(batch, exact=False, **options)
     metrics = actual.metrics
@@ -35,12 +35,12 @@ def expect_equal(batch, kept, options, *, tolerance=2e-5, **kwargs):
 
 
 def test_half_products(batch, monkeypatch):
-    """As on a GPU rows of logits and gradients are apart; with tokens that have no support."""
+    """Logits and gradients have separate buffers, as on a GPU; some tokens have no support."""
     imitate(monkeypatch, torch.bfloat16)
     batch = batch.to("cpu", torch.bfloat16)
-    kept = make_support(batch, without=0.1)
-    options = objective_options("kl_old_delta") | {"support": kept}
-    batch = with_logps_of(batch, kept, bias=True)
+    support = make_support(batch, without=0.1)
+    options = objective_options("kl_old_delta") | {"support": support}
+    batch = with_logps_of(batch, support, bias=True)
     exact = run_fused(batch, exact=True, **options)
     actual = run_fused(batch, exact=False, **options)
     for name, gradient in exact.gradients.items():
@@ -55,12 +55,12 @@ def test_single_entries_read_nothing(backend):
     batch = make_batch(**SMALL)
     mask = torch.ones_like(batch.mask)
     targets = torch.randint(0, 30, mask.shape)
-    kept = csr([[t] for t in targets.flatten().tolist()])
+    support = csr([[t] for t in targets.flatten().tolist()])
     hidden = torch.full_like(batch.hidden, torch.nan).requires_grad_()
     weight = torch.full_like(batch.weight, torch.nan).requires_grad_()
     old_logps = torch.full(mask.shape, 0.1)
     out = fused_grpo_loss(
-        hidden, weight, targets, batch.advantages, old_logps=old_logps, support=kept,
+        hidden, weight, targets, batch.advantages, old_logps=old_logps, support=support,
         backend=backend,
     )  # fmt: skip
     out.loss.backward()
@@ -71,14 +71,14 @@ def test_single_entries_read_nothing(backend):
 
 
 def test_rows_that_no_token_kept_are_not_read(batch):
-    kept = make_support(batch, without=0.0)
+    support = make_support(batch, without=0.0)
     used = torch.zeros(len(batch.weight), dtype=torch.bool)
     for i, counts in enumerate(batch.mask.flatten().tolist()):
-        entries = kept[0][kept[1][i] : kept[1][i + 1]]
+        entries = support[0][support[1][i] : support[1][i + 1]]
         used[entries.long() if counts and len(entries) > 1 else []] = True
     weight = batch.weight.masked_fill(~used[:, None], torch.nan).requires_grad_()
     out = fused_grpo_loss(
-        batch.hidden, weight, batch.targets, batch.advantages, batch.mask, support=kept
+        batch.hidden, weight, batch.targets, batch.advantages, batch.mask, support=support
     )
     out.loss.backward()
     assert out.loss.isfinite() and weight.grad.isfinite().all()
@@ -92,7 +92,7 @@ def test_states_without_gradient_stay_out(backend, loss_type, softcap):
     batch = make_batch(**SMALL)
     mask = torch.ones_like(batch.mask)
     batch.mask, batch.targets = mask, batch.targets.clamp(min=0)
-    kept = make_support(batch, without=0.3, most=30)
+    support = make_support(batch, without=0.3, most=30)
     advantages = torch.tensor([1.0, 0.0, -0.5, 0.0])
     hidden = torch.randn(4, 5, 24)
     gradients = []
@@ -101,7 +101,7 @@ def test_states_without_gradient_stay_out(backend, loss_type, softcap):
         states[1], states[3] = states[1] + poison, states[3] + poison
         states, weight = states.requires_grad_(), batch.weight.clone().requires_grad_()
         out = fused_grpo_loss(
-            states, weight, batch.targets, advantages, mask, support=kept, backend=backend,
+            states, weight, batch.targets, advantages, mask, support=support, backend=backend,
             softcap=softcap, old_logps=torch.full(mask.shape, -0.5),
             config=config(loss_type=loss_type),
         )  # fmt: skip
@@ -113,19 +113,19 @@ def test_states_without_gradient_stay_out(backend, loss_type, softcap):
 
 
 def test_a_token_with_a_set_has_no_row_of_logits(batch):
-    kept = make_support(batch, without=0.0)
-    given = (batch.hidden, batch.weight, batch.targets, batch.mask)
+    with_sets = make_support(batch, without=0.0)
+    args = (batch.hidden, batch.weight, batch.targets, batch.mask)
     rows = []
-    for support in (kept, None):
+    for support in (with_sets, None):
         with FlopCounterMode(display=False) as counted, torch.no_grad():
-            linear_logprobs(*given, support=support)
+            linear_logprobs(*args, support=support)
         rows.append(counted.get_total_flops() / (2 * batch.weight.numel()))
     assert rows == [0, int(batch.mask.sum())]
 
 
 def test_same_bits_twice(batch):
-    kept = make_support(batch)
-    one, two = (run_fused(batch, exact=False, support=kept, old_logps=True) for _ in range(2))
+    support = make_support(batch)
+    one, two = (run_fused(batch, exact=False, support=support, old_logps=True) for _ in range(2))
     assert torch.equal(one.loss, two.loss)
     for name, gradient in one.gradients.items():
         assert gradient is None or torch.equal(gradient, two.gradients[name])
@@ -146,9 +146,9 @@ def test_sets_of_a_large_part_of_the_vocabulary_warn_once(batch):
 def test_metrics(batch):
     sets = [[int(t), *range(900, 900 + i % 5)] for i, t in enumerate(batch.targets.flatten())]
     sets[0] = []
-    mask, kept = batch.mask.flatten(), csr(sets)
-    metrics = expect_equal(batch, kept, {"config": config(), "old_logps": True})
-    counts = kept[1].diff()[mask].double()
+    mask, support = batch.mask.flatten(), csr(sets)
+    metrics = expect_equal(batch, support, {"config": config(), "old_logps": True})
+    counts = support[1].diff()[mask].double()
     has = counts > 0
     for name, expected in {
         "mean": counts[has].mean(),
@@ -160,12 +160,12 @@ def test_metrics(batch):
 
 
 def test_sets_that_lack_their_target_may_be_emptied(batch):
-    """Their tokens are then scored over the whole vocabulary."""
+    """Tokens whose sets are emptied are scored over the full vocabulary."""
     ids, offsets = make_support(batch, without=0.1)
     targets, B, T = batch.targets.flatten().tolist(), *batch.mask.shape
     sets = [
-        [w for w in kept.tolist() if i % 3 == 0 or w != t]
-        for i, (kept, t) in enumerate(zip(ids.split(offsets.diff().tolist()), targets, strict=True))
+        [w for w in row.tolist() if i % 3 == 0 or w != t]
+        for i, (row, t) in enumerate(zip(ids.split(offsets.diff().tolist()), targets, strict=True))
     ]
     rows = [csr(sets[i * T : (i + 1) * T]) for i in range(B)]
     emptied = batch_support(rows, T, targets=batch.targets)
@@ -182,7 +182,7 @@ def test_sets_that_lack_their_target_may_be_emptied(batch):
         run_fused(batch, exact=False, support=batch_support(rows, T))
 
 
-# What comes in: refused by name, masked, empty, and ragged in any way
+# Inputs: refused by name, masked, empty, ragged
 
 IDS, OFFSETS = [5, 7, 7, 9, 2], [0, 2, 4, 5]
 TARGETS = [7, 9, 2]
@@ -237,10 +237,10 @@ def test_masked_tokens_may_have_anything():
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0,)])
 def test_no_tokens(shape):
-    kept = (torch.zeros(0, dtype=torch.int32), torch.zeros(torch.Size(shape).numel() + 1).int())
+    support = (torch.zeros(0, dtype=torch.int32), torch.zeros(torch.Size(shape).numel() + 1).int())
     hidden, weight = torch.randn(*shape, 4).requires_grad_(), torch.randn(9, 4).requires_grad_()
     targets = torch.zeros(shape, dtype=torch.long)
-    out = fused_grpo_loss(hidden, weight, targets, torch.zeros(shape), support=kept)
+    out = fused_grpo_loss(hidden, weight, targets, torch.zeros(shape), support=support)
     out.loss.backward()
     assert out.loss == 0 and not weight.grad.any()
 
@@ -267,7 +267,7 @@ def test_any_ragged_support(case, loss_type, seed, rows):
     g = torch.Generator().manual_seed(seed)
     N = len(tokens)
     hidden, weight = torch.randn(1, N, 5, generator=g), torch.randn(V, 5, generator=g)
-    kept = csr([entries for entries, _, _ in tokens])
+    support = csr([entries for entries, _, _ in tokens])
     targets = torch.tensor([[t for _, t, _ in tokens]])
     mask = torch.tensor([[a for _, _, a in tokens]])
     results = []
@@ -278,7 +278,7 @@ def test_any_ragged_support(case, loss_type, seed, rows):
         h, w = (x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight))
         call(
             h, w, targets, torch.tensor([1.5], dtype=dtype), mask,
-            old_logps=torch.full((1, N), -0.7, dtype=dtype), support=kept,
+            old_logps=torch.full((1, N), -0.7, dtype=dtype), support=support,
             config=config(loss_type=loss_type, entropy_coef=0.1),
         ).loss.backward()  # fmt: skip
         results.append((h.grad, w.grad))
@@ -288,7 +288,7 @@ def test_any_ragged_support(case, loss_type, seed, rows):
 
 def test_double_backward_is_refused():
     weight = torch.randn(20, 4, requires_grad=True)
-    kept = (torch.tensor(IDS), torch.tensor(OFFSETS))
-    out = linear_logprobs(torch.randn(3, 4), weight, torch.tensor(TARGETS), support=kept)
+    support = (torch.tensor(IDS), torch.tensor(OFFSETS))
+    out = linear_logprobs(torch.randn(3, 4), weight, torch.tensor(TARGETS), support=support)
     with pytest.raises(RuntimeError, match="double backward"):
         torch.autograd.grad(out.logps.sum(), weight, create_graph=True)

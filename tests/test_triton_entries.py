@@ -12,7 +12,7 @@ from tests.helpers.tiers import INTERPRETED, cases
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DTYPES = (torch.float32, torch.bfloat16)
-# Of a LoRA and a bias; one more than two blocks of a sum; rows that begin anywhere.
+# Ranks of a LoRA and a bias; one more than two blocks of a sum; unaligned rows.
 WIDTHS = (1, 16, 50, 4097)
 
 
@@ -107,12 +107,12 @@ def test_sums_of_segments(device, dtype, order, K):
     segments = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)
     expected = torch.zeros(len(sizes), K, dtype=torch.float64, device=device)
     expected.index_add_(0, segments, factors[:, None].double() * rows[index].double())
-    for wanted in {torch.float32, dtype}:
+    for out_dtype in {torch.float32, dtype}:
         results = [
-            backend.segment_sums(factors, index, offsets, rows, wanted)
+            backend.segment_sums(factors, index, offsets, rows, out_dtype)
             for backend in (triton_backend, triton_backend, torch_backend)
         ]
-        assert results[0].equal(results[1]) and results[0].dtype == wanted
-        unit = 1e-6 if wanted == torch.float32 else 2**-7 if INTERPRETED else 2**-8
+        assert results[0].equal(results[1]) and results[0].dtype == out_dtype
+        unit = 1e-6 if out_dtype == torch.float32 else 2**-7 if INTERPRETED else 2**-8
         for result in results:
             torch.testing.assert_close(result.double(), expected, rtol=unit, atol=1e-4)

@@ -1,4 +1,4 @@
-"""What Triton's compiler makes of the kernels' loops: the interpreter, plain Python, cannot tell.
+"""Variables carried by Triton's loops, which the interpreter, plain Python, cannot check.
 
 A loop carries the names whose value differs, as a value, from what it was before the loop. If
 `b = a` stands before a loop that assigns both, one of them is not carried: after the loop it is
@@ -29,7 +29,7 @@ print(compiled(launch, "sm_90").asm["ttir"])
 
 def aliases(source: str) -> list[str]:
     """Names that begin as another one's alias before a loop that assigns both."""
-    found = []
+    lines = []
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -45,9 +45,9 @@ def aliases(source: str) -> list[str]:
                 inside = [x for statement in loop.body for x in ast.walk(statement)]
                 names = {x.id for x in inside if isinstance(getattr(x, "ctx", None), ast.Store)
                          and isinstance(x, ast.Name)}  # fmt: skip
-                found += [f"{function.name}:{line}: {a} = {b}" for line, a, b in pairs
+                lines += [f"{function.name}:{line}: {a} = {b}" for line, a, b in pairs
                           if line < loop.lineno and {a, b} <= names]  # fmt: skip
-    return found
+    return lines
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)

@@ -33,15 +33,15 @@ def truth(z, t, kind, beta):
         return (a.exp() * (a - b).masked_fill(a == -INF, 0.0)).sum(1)
 
     m = (beta * t.exp() + (1 - beta) * s.exp()).log()
-    found = {
+    divergence = {
         "reverse": lambda: kl(s, t),
         "forward": lambda: kl(t, s),
         "jsd": lambda: beta * kl(t, m) + (1 - beta) * kl(s, m),
     }[kind]()
-    return found.detach(), torch.autograd.grad(found.sum(), z)[0]
+    return divergence.detach(), torch.autograd.grad(divergence.sum(), z)[0]
 
 
-def of_kernels(module, z, t, kind, beta=0.3, transforms=(NONE, NONE), targets=None, grads=None):
+def on_kernels(module, z, t, kind, beta=0.3, transforms=(NONE, NONE), targets=None, grads=None):
     """Statistics, and the gradient by the raw logits."""
     targets = torch.zeros(len(z), dtype=torch.int64) if targets is None else targets
     z, t, stats = z.clone(), t.clone(), PairStats.empty(z)
@@ -79,7 +79,7 @@ def logits(apart, rows=6, V=1203, seed=0):
 def test_models_that_agree_keep_their_digits(kind, apart, backend):
     z, t = logits(apart)
     divergence, gradient = truth(z, t, kind, 0.3)
-    stats, d = of_kernels(BACKENDS[backend], z, t, kind)
+    stats, d = on_kernels(BACKENDS[backend], z, t, kind)
     torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-4, atol=0.0)
     assert max(map(relative_error, d, gradient)) <= 3e-5
 
@@ -89,11 +89,11 @@ def test_vocabulary_of_a_model(kind):
     """Rows that agree lie beside rows that do not."""
     apart = torch.tensor([3.0, 1e-3, 0.3, 1e-2, 1e-4, 1.0, 2.0])[:, None]
     z, t = logits(apart, rows=7, V=151_936)
-    stats, d = of_kernels(pairs, z, t, kind)
+    stats, d = on_kernels(pairs, z, t, kind)
     value, grad = truth(z, t, kind, 0.3)
     torch.testing.assert_close(stats.divergence.double(), value, rtol=1e-4, atol=0.0)
     errors = (d - grad).norm(dim=1) / grad.norm(dim=1)
-    assert errors.max() <= 3e-4, errors  # of one part in 1e-4 float32 has three digits less
+    assert errors.max() <= 3e-4, errors  # float32 has three digits fewer for a part of 1e-4
     assert errors[[0, 2, 5, 6]].max() <= 3e-5, errors
 
 
@@ -106,7 +106,7 @@ def test_a_student_that_is_certain_of_a_late_id(backend):
     t[:, 5] += 10.0
     divergence, gradient = truth(z, t, "forward", 0.3)
     assert divergence > 40
-    for call in (of_kernels, of_ranks):
+    for call in (on_kernels, on_ranks):
         stats, d = call(BACKENDS[backend], z, t, "forward")
         torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-5, atol=0.0)
         assert relative_error(d, gradient) <= 3e-5
@@ -124,11 +124,11 @@ def test_confident_models(kind, backend):
     t[2, 9] += 3.0
     divergence, gradient = truth(z, t, kind, 0.3)
     assert divergence.max() < 1e-8 and divergence.min() > 1e-13
-    stats, d = of_kernels(BACKENDS[backend], z, t, kind)
+    stats, d = on_kernels(BACKENDS[backend], z, t, kind)
     torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-4, atol=0.0)
-    # Of the entries with hardly any probability; that of the token itself is off by its rounding.
-    others = torch.arange(700) != 3
-    assert relative_error(d[:, others], gradient[:, others]) <= 1e-3
+    # Entries with hardly any probability; the likely entry's error is its rounding.
+    other_ids = torch.arange(700) != 3
+    assert relative_error(d[:, other_ids], gradient[:, other_ids]) <= 1e-3
     assert (d[:, 3] - gradient[:, 3]).abs().max() <= 1e-7
 
 
@@ -142,7 +142,7 @@ def peaked(*peaks, rows=4, V=1500):
     return both
 
 
-def of_ranks(module, z, t, kind):
+def on_ranks(module, z, t, kind):
     """Results like those of `of_kernels`, by the way of ranks: from merged statistics."""
     targets, stats, out = torch.zeros(len(z), dtype=torch.int64), PairStats.empty(z), z.clone()
     divergence = DIVERGENCES[kind](0.3)
@@ -158,7 +158,7 @@ def of_ranks(module, z, t, kind):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", DIVERGENCES)
-@pytest.mark.parametrize("call", [of_kernels, of_ranks])
+@pytest.mark.parametrize("call", [on_kernels, on_ranks])
 def test_peaks_beyond_the_first_block(call, kind, backend):
     """Peaks in one model, in both, at different ids: sums that differ by up to e^70."""
     for peaks in (
@@ -188,7 +188,7 @@ def test_students_that_are_nearly_certain(place, temperature, kind, backend):
     transform = LogitTransform(temperature=temperature)
     divergence, gradient = truth(z / temperature, t / temperature, kind, 0.3)
     assert divergence.min() > 1e-9 and divergence.max() < 0.02
-    stats, d = of_kernels(BACKENDS[backend], z, t, kind, transforms=(transform, transform))
+    stats, d = on_kernels(BACKENDS[backend], z, t, kind, transforms=(transform, transform))
     torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-4, atol=0.0)
     errors = (d * temperature - gradient).norm(dim=1) / gradient.norm(dim=1)
     assert errors.max() <= 1e-3 and errors.median() <= 3e-5, errors
@@ -198,7 +198,7 @@ def test_students_that_are_nearly_certain(place, temperature, kind, backend):
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_equal_models(kind, backend):
     z, _ = logits(0.0)
-    stats, d = of_kernels(BACKENDS[backend], z, z, kind)
+    stats, d = on_kernels(BACKENDS[backend], z, z, kind)
     # Compiled, the one's products may be fused with its sums, and the other's not.
     assert stats.divergence.max() <= 1e-13 and d.abs().max() <= 3e-7
     assert backend == "triton" or not (stats.divergence.any() or d.any())
@@ -212,7 +212,7 @@ def test_limits(temperature, kind, backend):
     z, t = logits(0.5, rows=4)
     z[1:3, 7] = t[1, 7] = t[3, 7] = -INF
     transforms = LogitTransform(temperature=temperature), NONE
-    stats, d = of_kernels(BACKENDS[backend], z * temperature, t, kind, transforms=transforms)
+    stats, d = on_kernels(BACKENDS[backend], z * temperature, t, kind, transforms=transforms)
     d = d * temperature
     infinite = {"reverse": 3, "forward": 2}.get(kind)
     for row in range(4):
@@ -238,7 +238,7 @@ def test_sums_whose_quotient_is_no_float32(backend):
     z[:, :1024], z[:, 1024:] = -INF, z[:, 1024:] - 55
     t[0, 1300] = -INF
     divergence, gradient = truth(z, t, "reverse", 0.3)
-    stats, d = of_kernels(BACKENDS[backend], z, t, "reverse")
+    stats, d = on_kernels(BACKENDS[backend], z, t, "reverse")
     assert stats.divergence[0] == divergence[0] == INF
     torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-5, atol=0.0)
     assert max(map(relative_error, d[1:], gradient[1:])) <= 1e-4
@@ -253,7 +253,7 @@ def test_logits_that_are_no_numbers(model, value, kind, backend):
     both = logits(1.0, rows=3)
     divergence, gradient = truth(*both, kind, 0.3)
     both[model][1, 700] = value
-    stats, d = of_kernels(BACKENDS[backend], *both, kind)
+    stats, d = on_kernels(BACKENDS[backend], *both, kind)
     assert stats.divergence[1].isnan() and not d[1].isfinite().any()
     for row in (0, 2):
         torch.testing.assert_close(
@@ -269,16 +269,16 @@ def test_statistics(backend):
     z[1, 2400] += 150.0  # beyond the reach of the first anchor
     t[2, 2400] += 150.0
     targets = torch.tensor([5, 2400, 9, 1, -1])
-    stats, _ = of_kernels(BACKENDS[backend], z, t, "reverse", targets=targets)
-    for x, found in ((z, stats.policy_stats), (t, stats.reference_stats)):
+    stats, _ = on_kernels(BACKENDS[backend], z, t, "reverse", targets=targets)
+    for x, model_stats in ((z, stats.policy_stats), (t, stats.reference_stats)):
         log_p = x.double().log_softmax(1)
-        of_targets = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-        of_targets[4] = -INF
-        torch.testing.assert_close(found.logps.double(), of_targets, rtol=1e-5, atol=1e-5)
+        target_logps = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+        target_logps[4] = -INF
+        torch.testing.assert_close(model_stats.logps.double(), target_logps, rtol=1e-5, atol=1e-5)
         lse = x.double().logsumexp(1)
-        torch.testing.assert_close(found.logsumexp.double(), lse, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(model_stats.logsumexp.double(), lse, rtol=1e-6, atol=1e-5)
         entropy = -(log_p.exp() * log_p).sum(1)
-        torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model_stats.entropy.double(), entropy, rtol=1e-4, atol=1e-5)
     agrees = z.argmax(1) == t.argmax(1)
     assert ((stats.ref_at_peak == stats.ref_peak) == agrees).all() and 0 < agrees.sum() < 5
 
@@ -287,7 +287,7 @@ def test_statistics(backend):
 @pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("softcap", [None, 25.0])
 def test_gradients_add_up(softcap, kind, backend):
-    """Those of log-prob, entropy, logsumexp and divergence, through every transform."""
+    """Gradients of log-prob, entropy, logsumexp and divergence add up, through every transform."""
     z, t = logits(0.5, V=803)
     T = torch.linspace(0.7, 1.3, 6)
     transforms = LogitTransform(1.2, softcap, T), LogitTransform(0.9, 40.0, 1.1)
@@ -297,7 +297,7 @@ def test_gradients_add_up(softcap, kind, backend):
     def grads(stats):
         return RowGrads.of(stats.policy_stats, StatGrads(g, e, q))
 
-    _, d = of_kernels(BACKENDS[backend], z, t, kind, 0.3, transforms, targets, grads)
+    _, d = on_kernels(BACKENDS[backend], z, t, kind, 0.3, transforms, targets, grads)
     raw = z.double().requires_grad_()
     x = 1.2 * raw if softcap is None else 25 * torch.tanh(1.2 * raw / 25)
     x = x / T[:, None].double()
@@ -312,7 +312,7 @@ def test_gradients_add_up(softcap, kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("call", [of_kernels, of_ranks])
+@pytest.mark.parametrize("call", [on_kernels, on_ranks])
 def test_an_entry_that_float32_has_no_probability_for(call, backend):
     """The reference alone rules it out: the KL is finite as computed, and so is its gradient."""
     z, t = logits(0.5, rows=2)
@@ -410,7 +410,7 @@ def test_banned_ids(kind, backend):
         torch.float64,
         lambda *x: exact.divergence(*x, kind=kind, beta=0.3).sum() / batch.mask.sum(),
     )
-    found = gradients_in(
+    actual = gradients_in(
         torch.float32,
         lambda *x: (
             fused_distillation_loss(
@@ -419,14 +419,14 @@ def test_banned_ids(kind, backend):
         ),
     )
     assert all(x.isfinite().all() for x in expected)
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         assert relative_error(x, y) <= 1e-5
 
 
 def test_parts_of_a_step_add_up():
     batch, other = two_models()
 
-    def whole(hidden, weight):
+    def full(hidden, weight):
         return fused_distillation_loss(hidden, weight, other, batch.mask)
 
     def parts(hidden, weight):
@@ -439,9 +439,9 @@ def test_parts_of_a_step_add_up():
         ]  # fmt: skip
         return each[0]._replace(loss=sum(x.loss for x in each))
 
-    (one, of_one), (some, of_some) = gradients(whole, batch), gradients(parts, batch)
+    (one, full_grads), (some, part_grads) = gradients(full, batch), gradients(parts, batch)
     torch.testing.assert_close(some.loss, one.loss)
-    for x, y in zip(of_some, of_one, strict=True):
+    for x, y in zip(part_grads, full_grads, strict=True):
         assert relative_error(x, y) <= 1e-6
 
 
@@ -454,16 +454,14 @@ def test_a_reference_has_no_gradient():
 
 
 def test_an_estimate_is_that_of_its_log_probs():
-    """What `reference` computes is what `ref_logps` would have been."""
+    """A loss with `reference` equals a loss with the reference model's log-probs as `ref_logps`."""
     batch, other = two_models()
-    given, config = (batch.targets, batch.advantages, batch.mask), GRPOLossConfig(beta=0.2)
+    args, config = (batch.targets, batch.advantages, batch.mask), GRPOLossConfig(beta=0.2)
     logps = linear_logprobs(*other, batch.targets, batch.mask).logps
-    here = gradients(lambda *x: fused_grpo_loss(*x, *given, reference=other, config=config), batch)
-    before = gradients(
-        lambda *x: fused_grpo_loss(*x, *given, ref_logps=logps, config=config), batch
-    )
-    assert here[0].loss == before[0].loss
-    assert all(torch.equal(x, y) for x, y in zip(here[1], before[1], strict=True))
+    during = gradients(lambda *x: fused_grpo_loss(*x, *args, reference=other, config=config), batch)
+    before = gradients(lambda *x: fused_grpo_loss(*x, *args, ref_logps=logps, config=config), batch)
+    assert during[0].loss == before[0].loss
+    assert all(torch.equal(x, y) for x, y in zip(during[1], before[1], strict=True))
 
 
 def test_the_exact_kl_is_what_its_estimates_estimate():
@@ -477,11 +475,12 @@ def test_the_exact_kl_is_what_its_estimates_estimate():
         reference=states, config=config,
     ).metrics["kl"]  # fmt: skip
     every = torch.arange(53)[:, None].expand(53, 3)
-    own, theirs = (
+    logps, ref_logps = (
         linear_logprobs(x.expand(53, -1, -1), w, every).logps.double()
         for x, w in ((hidden, batch.weight), states)
     )
-    assert kl.item() == pytest.approx(((own.exp() * (own - theirs)).sum() / 3).item(), rel=1e-4)
+    expected = (logps.exp() * (logps - ref_logps)).sum().item() / 3
+    assert kl.item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_memory_that_runs_out(monkeypatch):
@@ -505,22 +504,22 @@ def test_memory_that_runs_out(monkeypatch):
 
 def test_refused():
     batch, other = two_models()
-    given = (batch.hidden, batch.weight)
+    student = (batch.hidden, batch.weight)
     for call, error, message in (
-        (lambda: fused_distillation_loss(*given, other.hidden), TypeError,
+        (lambda: fused_distillation_loss(*student, other.hidden), TypeError,
          r"reference: expected a Reference\(hidden, head\); got Tensor"),
-        (lambda: fused_distillation_loss(*given, Reference(other.hidden, other.head[:500])),
+        (lambda: fused_distillation_loss(*student, Reference(other.hidden, other.head[:500])),
          ValueError, r"reference: expected a head of 503 rows, .*; got 500.*weight\[:V\]"),
-        (lambda: fused_distillation_loss(*given, other, kind="up"), ValueError,
+        (lambda: fused_distillation_loss(*student, other, kind="up"), ValueError,
          "kind: expected one of reverse, forward, jsd; got 'up'"),
-        (lambda: exact.divergence(*given, other, kind="up"), ValueError,
+        (lambda: exact.divergence(*student, other, kind="up"), ValueError,
          "kind: expected one of reverse, forward, jsd; got 'up'"),
-        (lambda: fused_distillation_loss(*given, other, kind="jsd", beta=1.0), ValueError,
+        (lambda: fused_distillation_loss(*student, other, kind="jsd", beta=1.0), ValueError,
          r"beta: expected a number in \(0, 1\); got 1.0"),
-        (lambda: fused_grpo_loss(*given, batch.targets, batch.advantages, batch.mask,
+        (lambda: fused_grpo_loss(*student, batch.targets, batch.advantages, batch.mask,
                                  config=GRPOLossConfig(beta=0.1, kl_estimator="exact")),
          ValueError, "reference: expected a Reference in fused_grpo_loss, .*; got None"),
-        (lambda: fused_grpo_loss(*given, batch.targets, batch.advantages, batch.mask,
+        (lambda: fused_grpo_loss(*student, batch.targets, batch.advantages, batch.mask,
                                  ref_logps=batch.ref_logps, reference=other),
          ValueError, "ref_logps: expected None with a reference"),
         (lambda: grpo_loss(batch.old_logps, batch.advantages, batch.mask,
@@ -540,7 +539,7 @@ def test_refused():
 
 STATES, ROWS = torch.randn(2, 5, 3), torch.randn(7, 3)
 COLD = torch.ones(2, 5).index_fill(1, torch.tensor(2), 0.0)
-# What is wrong with a reference on 2 x 5 tokens, and what is said of it.
+# Wrong references for 2 x 5 tokens, and the error.
 WRONG_REFERENCES = {
     "a token less": (
         Reference(STATES[:, :4], ROWS),
@@ -594,14 +593,14 @@ WRONG_REFERENCES = {
 def test_what_is_wrong_with_a_reference(wrong, call):
     """The reference is named, whose own arguments are right."""
     reference, message = WRONG_REFERENCES[wrong]
-    given = torch.randn(2, 5, 4), torch.randn(7, 4)
+    student = torch.randn(2, 5, 4), torch.randn(7, 4)
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         if call == "distillation":
-            fused_distillation_loss(*given, reference)
+            fused_distillation_loss(*student, reference)
         else:
             estimator = "exact" if call == "exact" else "k3"
             fused_grpo_loss(
-                *given, torch.zeros(2, 5, dtype=torch.long), torch.ones(2), reference=reference,
+                *student, torch.zeros(2, 5, dtype=torch.long), torch.ones(2), reference=reference,
                 config=GRPOLossConfig(beta=0.1, kl_estimator=estimator),
             )  # fmt: skip
 

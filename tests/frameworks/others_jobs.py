@@ -1,4 +1,4 @@
-"""What the ranks of `test_others.py` run."""
+"""Jobs that the ranks of `test_others.py` run."""
 
 import sys
 from types import ModuleType
@@ -24,17 +24,17 @@ class Decoder(torch.nn.Module):
 
 
 def losses_of_torchtitan():
-    """Its DAPO loss in its wrapper, and the page's."""
+    """Runs torchtitan's DAPO loss in its wrapper, and the loss of the page."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     path = file_of("torchtitan", "experiments/rl/losses/dapo.py")
-    own = run_file(path, "dapo_of_torchtitan").DAPOLoss.Config
+    config_class = run_file(path, "dapo_of_torchtitan").DAPOLoss.Config
     scope = {"__name__": "mine"}
     sys.modules["mine"] = ModuleType("mine")
     exec(lines_for("torchtitan"), scope)
     FusedDAPOLoss = scope["FusedDAPOLoss"]
     assert issubclass(FusedDAPOLoss, ChunkedLossWrapper)
-    loss = own()
+    loss = config_class()
     return (
         ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=2, loss_fn=loss)),
         FusedDAPOLoss(FusedDAPOLoss.Config()),
@@ -55,7 +55,7 @@ def batch_of_torchtitan(rank):
 
 def torchtitan_under_fsdp2():
     """Values and whole gradients of either loss, of ranks with tokens of their own."""
-    found = []
+    results = []
     x, ids, options = batch_of_torchtitan(dist.get_rank())
     for loss in losses_of_torchtitan():
         model, mesh = Decoder(), dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -73,5 +73,5 @@ def torchtitan_under_fsdp2():
             with torch.no_grad():  # leaves no weights behind that the update would miss
                 loss(model(x), ids, 23.0, **options)
             optimizer.step()
-        found.append([value.detach(), *(p.grad.full_tensor() for p in model.parameters())])
-    return found
+        results.append([value.detach(), *(p.grad.full_tensor() for p in model.parameters())])
+    return results

@@ -26,15 +26,15 @@ CONFIG = {
 def fresh_manager():
     manager = PluginManager.get_instance()
     manager.plugins.clear()
-    own = {name: vars(GRPOTrainer)[name] for name in ("__init__", "_compute_loss")}
+    originals = {name: vars(GRPOTrainer)[name] for name in ("__init__", "_compute_loss")}
     yield manager
     for plugin in manager.plugins.values():
         plugin.post_train_unload(None)
-    assert own == {name: vars(GRPOTrainer)[name] for name in own}
+    assert originals == {name: vars(GRPOTrainer)[name] for name in originals}
 
 
 def validated(**changes):
-    """What axolotl makes of its YAML."""
+    """Returns axolotl's validated config."""
     config = DictDefault({**CONFIG, **changes})
     prepare_plugins(config)
     return validate_config(config)
@@ -86,33 +86,33 @@ def tokenizer():
 def test_trains_as_without_it(fresh_manager, tmp_path):
     plain = trained(fresh_manager, validated(), tmp_path)
     assert GRPOTrainer._compute_loss.__module__.startswith("trl")
-    mine = trained(fresh_manager, validated(grpo_kernels=True), tmp_path)
+    fused = trained(fresh_manager, validated(grpo_kernels=True), tmp_path)
     assert GRPOTrainer._compute_loss.__module__.startswith("grpo_kernels")
-    assert len(mine[0]) == len(plain[0]) >= 2
-    for row, expected in zip(mine[0], plain[0], strict=True):
+    assert len(fused[0]) == len(plain[0]) >= 2
+    for row, expected in zip(fused[0], plain[0], strict=True):
         assert row.keys() == expected.keys()
         for name in row:
             assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
-    assert (mine[1] - plain[1]).norm() < 1e-3 * plain[1].norm()
-    assert not torch.equal(mine[1], plain[1])
+    assert (fused[1] - plain[1]).norm() < 1e-3 * plain[1].norm()
+    assert not torch.equal(fused[1], plain[1])
 
 
 def test_options_reach_the_patch(fresh_manager, monkeypatch):
     from grpo_kernels.integrations import trl
 
-    found = {}
+    seen = {}
     monkeypatch.setattr(
-        trl, "patch_trl", lambda **given: found.update(given) or SimpleNamespace(undo=lambda: None)
+        trl, "patch_trl", lambda **kwargs: seen.update(kwargs) or SimpleNamespace(undo=lambda: None)
     )
     options = {"logits_dtype": "model", "chunk_bytes": 1 << 20, "batch_invariant": True}
     config = validated(grpo_kernels=True, grpo_kernels_options=options)
     fresh_manager.pre_model_load(config)
-    assert found["logits_dtype"] == "model" and not found["replay_support"]
-    assert found["execution"].chunk_bytes == 1 << 20 and found["execution"].batch_invariant
+    assert seen["logits_dtype"] == "model" and not seen["replay_support"]
+    assert seen["execution"].chunk_bytes == 1 << 20 and seen["execution"].batch_invariant
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     (
         ({"rl": "dpo"}, "rl: expected grpo with grpo_kernels; got 'dpo'"),
         ({"trl": {**CONFIG["trl"], "use_liger_loss": True}}, "trl.use_liger_loss: expected false"),
@@ -125,9 +125,9 @@ def test_options_reach_the_patch(fresh_manager, monkeypatch):
     ),
     ids=lambda x: None if isinstance(x, str) else ", ".join(x or ["fine"]),
 )  # fmt: skip
-def test_what_it_cannot_honour_is_refused(changes, told):
-    if told is None:
+def test_what_it_cannot_honour_is_refused(changes, message):
+    if message is None:
         assert not validated(**changes).grpo_kernels
         return
-    with pytest.raises(ValueError, match=told.replace(".", r"\.")):
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
         validated(**{"grpo_kernels": True, **changes})

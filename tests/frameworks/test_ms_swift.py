@@ -25,7 +25,7 @@ V, T = 301, 7
 
 @pytest.fixture
 def plugin():
-    """What `--external_plugins` does with a file; a worker of a data loader does it again."""
+    """Imports the plugin as `--external_plugins` does, and a second time, as a worker does."""
     for _ in range(2):
         module = import_external_file(str(PLUGIN))
     assert patch_liger.active()
@@ -80,9 +80,9 @@ def step(trainer):
 @pytest.mark.parametrize("beta", (0.0, 0.04))
 @pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"))
 def test_the_loss_of_its_trainer(loss_type, beta, plugin, request):
-    mine = trainer_of(loss_type, beta)
-    assert isinstance(mine.liger_grpo_loss, FusedLinearGRPOLoss)
-    found = step(mine)
+    trainer = trainer_of(loss_type, beta)
+    assert isinstance(trainer.liger_grpo_loss, FusedLinearGRPOLoss)
+    actual = step(trainer)
     theirs = trainer_of(loss_type, beta)
     theirs.liger_grpo_loss = LigerFusedLinearGRPOLoss(
         beta=beta, compiled=False, epsilon_low=0.2, epsilon_high=0.28, temperature=0.7,
@@ -90,11 +90,11 @@ def test_the_loss_of_its_trainer(loss_type, beta, plugin, request):
         importance_sampling_level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
     )  # fmt: skip
     expected = step(theirs)
-    assert relative_error(found[0], expected[0]) < 1e-5
-    assert found[1].keys() == expected[1].keys() and ("kl" in found[1]) == bool(beta)
-    for name in found[1]:
-        assert found[1][name] == pytest.approx(expected[1][name], rel=1e-5), name
-    assert relative_error(found[2], expected[2]) < 1e-5
+    assert relative_error(actual[0], expected[0]) < 1e-5
+    assert actual[1].keys() == expected[1].keys() and ("kl" in actual[1]) == bool(beta)
+    for name in actual[1]:
+        assert actual[1][name] == pytest.approx(expected[1][name], rel=1e-5), name
+    assert relative_error(actual[2], expected[2]) < 1e-5
 
 
 def test_a_loss_that_is_not_known_is_named(plugin):

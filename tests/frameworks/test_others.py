@@ -47,10 +47,10 @@ def modules(monkeypatch):
 
 
 def file_of(package, path):
-    found = importlib.util.find_spec(package)
-    if found is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None:
         pytest.skip(f"`make test-with FRAMEWORK=others` has {package}")
-    return Path(found.submodule_search_locations[0]) / path
+    return Path(spec.submodule_search_locations[0]) / path
 
 
 def run_file(path, name):
@@ -101,22 +101,22 @@ def test_openrlhf(modules):
     attention = torch.cat([torch.ones(4, 5), mask], 1).long()
     attention[2, :2] = 0
     weights = torch.randn(2, 4, T, generator=g)
-    found = []
+    results = []
     for kind in (Actor, ppo_actor.Actor):
         kind.packing_samples = kind.is_vlm = False  # not set where it is given a model
         actor = kind(tiny_model(), temperature=0.7)
-        given = {"attention_mask": attention, "return_output": True, "return_entropy": True}
-        logps, out = actor(ids, mask, **given)
+        kwargs = {"attention_mask": attention, "return_output": True, "return_entropy": True}
+        logps, out = actor(ids, mask, **kwargs)
         entropy = out.entropy[:, -T:] * mask
         ((logps * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
         grads = torch.cat([p.grad.flatten() for p in actor.parameters()])
-        found.append((logps, entropy, grads))
-    for theirs, mine in zip(*found, strict=True):
-        assert relative_error(mine, theirs) < 1e-5
+        results.append((logps, entropy, grads))
+    for theirs, ours in zip(*results, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
 
 
 def test_skyrl(modules, tmp_path):
-    """Its function and ours on one rank."""
+    """SkyRL's function and ours agree on one rank."""
     path = file_of("skyrl", "backends/skyrl_train/distributed/megatron/model_utils.py")
     above = "skyrl.backends.skyrl_train.distributed.megatron"
     modules("megatron", "megatron.core", "megatron.core.parallel_state")
@@ -125,31 +125,31 @@ def test_skyrl(modules, tmp_path):
         modules(".".join(parts[:i]))
     module = run_file(path, f"{above}.model_utils")
     sys.modules[above].model_utils = module
-    own = module._fused_lm_head_logprob_apply
+    original = module._fused_lm_head_logprob_apply
     exec(lines_for("skyrl"), {})
-    mine = module._fused_lm_head_logprob_apply
-    assert mine is not own
-    names = list(inspect.signature(own).parameters)
+    fused = module._fused_lm_head_logprob_apply
+    assert fused is not original
+    names = list(inspect.signature(original).parameters)
     assert [x.replace("vocab_", "").replace("_index", "") for x in names] == list(
-        inspect.signature(mine).parameters
+        inspect.signature(fused).parameters
     )
-    found = []
+    results = []
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     group = torch.distributed.group.WORLD
     try:
-        for call in (own, mine):
+        for call in (original, fused):
             g = torch.Generator().manual_seed(1)
             hidden = torch.randn(2, 9, 32, generator=g, requires_grad=True)
             weight = torch.randn(V, 32, generator=g, requires_grad=True)
             target = torch.randint(V, (2, 9), generator=g)
             logps = call("torch", hidden, weight, target, 0, V, 4, group, False)
             (logps * torch.randn(2, 9, generator=g)).sum().backward()
-            found.append((logps.detach(), hidden.grad, weight.grad))
-        assert not mine("torch", hidden, weight, target, 0, V, 4, group, True).requires_grad
+            results.append((logps.detach(), hidden.grad, weight.grad))
+        assert not fused("torch", hidden, weight, target, 0, V, 4, group, True).requires_grad
     finally:
         torch.distributed.destroy_process_group()
-    for theirs, ours in zip(*found, strict=True):
+    for theirs, ours in zip(*results, strict=True):
         assert relative_error(ours, theirs) < 1e-5
 
 
@@ -157,7 +157,7 @@ def test_torchtitan(modules):
     pytest.importorskip("spmd_types")
     from tests.frameworks.others_jobs import batch_of_torchtitan, losses_of_torchtitan
 
-    found = []
+    results = []
     states, ids, options = batch_of_torchtitan(rank=0)
     for loss in losses_of_torchtitan():
         torch.manual_seed(0)
@@ -166,9 +166,9 @@ def test_torchtitan(modules):
         loss.set_lm_head(head)
         value, metrics = loss(hidden, ids, 23.0, **options)
         value.backward()
-        found.append((value.detach(), metrics["loss/mean"], hidden.grad, head.weight.grad))
-    for theirs, mine in zip(*found, strict=True):
-        assert relative_error(mine, theirs) < 1e-5
+        results.append((value.detach(), metrics["loss/mean"], hidden.grad, head.weight.grad))
+    for theirs, ours in zip(*results, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
 
 
 def test_torchtitan_under_fsdp2(tmp_path):
@@ -178,6 +178,6 @@ def test_torchtitan_under_fsdp2(tmp_path):
     ranks = Ranks(tmp_path)
     every = ranks("tests.frameworks.others_jobs:torchtitan_under_fsdp2")
     ranks.close()
-    for found in every:
-        for theirs, mine in zip(*found, strict=True):
-            assert relative_error(mine, theirs) < 1e-5
+    for results in every:
+        for theirs, ours in zip(*results, strict=True):
+            assert relative_error(ours, theirs) < 1e-5

@@ -71,8 +71,8 @@ def test_the_numbers_of_verls_torch_backend(tied, packed):
         out = forward_of(model, backend, ids, **options)
         assert out.log_probs.shape == out.entropy.shape == ids.shape
         results.append((out.log_probs, out.entropy, gradients(model, out, weights)))
-    for theirs, mine in zip(*results, strict=True):
-        assert relative_error(mine, theirs) < 1e-5
+    for theirs, actual in zip(*results, strict=True):
+        assert relative_error(actual, theirs) < 1e-5
 
 
 # The engine
@@ -111,11 +111,11 @@ def micro_batch(entropy):
 
 @pytest.mark.parametrize("entropy", (False, True), ids=("without", "with_entropy"))
 def test_the_engine_has_entropies_where_it_asks_for_them(entropy, monkeypatch):
-    found = {}
+    outputs = {}
     calls = []
-    own = ours.linear_logprobs
+    original = ours.linear_logprobs
     monkeypatch.setattr(
-        ours, "linear_logprobs", lambda *a, **k: calls.append(k["entropy"]) or own(*a, **k)
+        ours, "linear_logprobs", lambda *a, **k: calls.append(k["entropy"]) or original(*a, **k)
     )
     for backend in ("torch", "grpo_kernels"):
         model = model_of()
@@ -123,12 +123,12 @@ def test_the_engine_has_entropies_where_it_asks_for_them(entropy, monkeypatch):
         forward_of(model, backend, torch.zeros(1, 2, dtype=torch.long))
         calls.clear()
         _, output = engine.forward_step(micro_batch(entropy), None, forward_only=True)
-        found[backend] = output["model_output"]
+        outputs[backend] = output["model_output"]
     assert calls == [entropy]
-    theirs, mine = found["torch"], found["grpo_kernels"]
-    assert theirs.keys() == mine.keys() and ("entropy" in mine) == entropy
-    for name in mine:
-        assert relative_error(mine[name].values(), theirs[name].values()) < 1e-5
+    theirs, actual = outputs["torch"], outputs["grpo_kernels"]
+    assert theirs.keys() == actual.keys() and ("entropy" in actual) == entropy
+    for name in actual:
+        assert relative_error(actual[name].values(), theirs[name].values()) < 1e-5
 
 
 # FSDP, with two ranks
@@ -145,7 +145,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("kind", ("head", "tied", "qwen3_vl"))
 @pytest.mark.parametrize("strategy", ("fsdp", "fsdp2"))
 def test_sharded_weights(strategy, kind, dtype, ranks):
-    """Of ranks with tokens of their own, with the mean of their gradients."""
+    """Ranks with different tokens agree with verl, and their gradients are averaged."""
     if kind == "qwen3_vl" and dtype == torch.bfloat16:
         pytest.skip("FSDP2 fails where it delays the gradients of what no pixel reaches")
     tolerance = 1e-5 if dtype == torch.float32 else 0.25
@@ -153,13 +153,13 @@ def test_sharded_weights(strategy, kind, dtype, ranks):
 
 
 def errors(ranks, backend, kind, strategy, *options):
-    """Of log-probs, entropies and every gradient, beside verl's backend and whole weights."""
-    for mine, theirs in zip(
+    """Yields errors of log-probs, entropies and gradients against verl on unsharded weights."""
+    for actual, theirs in zip(
         ranks(strategy, backend, kind, *options), ranks(None, "torch", kind), strict=True
     ):
-        assert mine[2].keys() == theirs[2].keys()
-        yield from (relative_error(a, b) for a, b in zip(mine[:2], theirs, strict=False))
-        yield from (relative_error(mine[2][name], grad) for name, grad in theirs[2].items())
+        assert actual[2].keys() == theirs[2].keys()
+        yield from (relative_error(a, b) for a, b in zip(actual[:2], theirs, strict=False))
+        yield from (relative_error(actual[2][name], grad) for name, grad in theirs[2].items())
 
 
 @pytest.mark.parametrize("shape", ((2, 1), (1, 2)), ids=str)
@@ -191,15 +191,15 @@ def test_megatrons_call(tmp_path, capsys):
     config.save_pretrained(tmp_path)
     hidden, weight = torch.randn(14, 1, 32), torch.randn(V, 32)
     labels = torch.randint(V, (1, 14))
-    given = (hidden, weight, labels, 0.7, "none", None)
+    args = (hidden, weight, labels, 0.7, "none", None)
     options = {"path": str(tmp_path), "load_tokenizer": False, "use_fused_kernels": True}
     options["override_config"] = {"attn_implementation": "sdpa"}
     HFModelConfig(**options, fused_kernel_options={"impl_backend": "triton"})
     with pytest.raises((AssertionError, RuntimeError)):  # verl's own, which wants a GPU
-        kernel.linear_cross_entropy(*given)
+        kernel.linear_cross_entropy(*args)
     HFModelConfig(**options, fused_kernel_options={"impl_backend": "grpo_kernels"})
     assert "Megatron" not in capsys.readouterr().out
-    logps, entropy = kernel.linear_cross_entropy(*given)
+    logps, entropy = kernel.linear_cross_entropy(*args)
     assert "Using grpo_kernels where Megatron has its fused head" in capsys.readouterr().out
     exact = (hidden[:, 0].double() @ weight.double().T / 0.7).log_softmax(-1)
     assert relative_error(logps, exact.gather(-1, labels[0][:, None])[:, 0]) < 1e-6
@@ -221,7 +221,7 @@ def test_an_adapter_on_the_head_that_came_with_a_checkpoint_is_refused():
     ours._check_engine(torch.nn.Sequential(model), None)
 
 
-# What is refused, and how it is turned off
+# Refusals, and how to turn the backend off
 
 
 def test_other_backends_are_verls():
@@ -282,11 +282,11 @@ def test_verl_finds_it_unless_it_is_told_not_to(policy):
         env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": policy},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    *_, told = run.stdout.strip().splitlines()
+    *_, output = run.stdout.strip().splitlines()
     on = policy in ("auto", "grpo_kernels")
-    mine = "grpo_kernels.integrations.verl"
+    our_module = "grpo_kernels.integrations.verl"
     theirs = "verl.models.transformers.monkey_patch verl.utils.experimental.torch_functional"
-    assert told == (f"True {mine} {mine}" if on else f"False {theirs}")
+    assert output == (f"True {our_module} {our_module}" if on else f"False {theirs}")
 
 
 def test_an_execution_of_ones_own(tmp_path):

@@ -1,4 +1,4 @@
-"""What the ranks of `test_verl.py` run."""
+"""Jobs that the ranks of `test_verl.py` run."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def model_of(tied=False, dtype=torch.float32):
 
 
 def qwen3_vl():
-    """Its head is not tied; verl's forward gathers it, and leaves each rank its own gradient."""
+    """Returns a Qwen3-VL with an untied head, which verl's forward gathers."""
     torch.manual_seed(0)
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
     text = {"vocab_size": V, "rope_parameters": rope, "head_dim": 8, "initializer_range": 0.3}
@@ -65,9 +65,9 @@ def under_fsdp(strategy, backend, kind, dtype=torch.float32, shape=(2,)):
     as verl's engine has it. `strategy` None is every rank with the whole model, and the mean of
     their gradients.
     """
-    rank, world, whole = dist.get_rank(), dist.get_world_size(), nullcontext()
+    rank, world, full_params = dist.get_rank(), dist.get_world_size(), nullcontext()
     model = qwen3_vl() if kind == "qwen3_vl" else model_of(kind == "tied")
-    patched, own = type(model), type(model).forward
+    patched, original = type(model), type(model).forward
     monkey_patch.patch_forward_with_backends(model, True, backend)
     try:
         if strategy is not None:
@@ -84,10 +84,10 @@ def under_fsdp(strategy, backend, kind, dtype=torch.float32, shape=(2,)):
                 g = torch.Generator().manual_seed(100 * step + 10 * part + rank)
                 ids = torch.randint(V - 2, (1, TOKENS[rank] + part), generator=g)
                 weights = torch.randn(2, *ids.shape, generator=g)
-                given = {"input_ids": ids, "use_cache": False, "temperature": 0.7}
+                kwargs = {"input_ids": ids, "use_cache": False, "temperature": 0.7}
                 if kind == "qwen3_vl":
-                    given["position_ids"] = torch.arange(ids.shape[1]).expand(4, 1, -1)
-                out = model(**given, return_dict=True)
+                    kwargs["position_ids"] = torch.arange(ids.shape[1]).expand(4, 1, -1)
+                out = model(**kwargs, return_dict=True)
                 loss = (out.log_probs * weights[0]).sum() + (out.entropy.float() * weights[1]).sum()
                 (loss / 10).backward()
             if strategy is None:
@@ -97,13 +97,13 @@ def under_fsdp(strategy, backend, kind, dtype=torch.float32, shape=(2,)):
             if step == 0:
                 if strategy == "fsdp2":  # leaves no weights behind that the update would miss
                     with torch.no_grad():
-                        model(**given, return_dict=True)
+                        model(**kwargs, return_dict=True)
                 optimizer.step()
     finally:
-        patched.forward = own
+        patched.forward = original
     if strategy == "fsdp":
-        whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
-    with whole:
+        full_params = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    with full_params:
         gradients = {
             name.replace("_fsdp_wrapped_module.", ""): whole_gradient(parameter).double()
             for name, parameter in trained(model).items()
@@ -123,11 +123,11 @@ def whole_gradient(parameter):
 
 def offloaded(tied):
     """The check of a model whose activations are to be offloaded."""
-    model, own = model_of(tied), Qwen2ForCausalLM.forward
+    model, original = model_of(tied), Qwen2ForCausalLM.forward
     try:
         monkey_patch.patch_forward_with_backends(model, True, "grpo_kernels")
     finally:
-        Qwen2ForCausalLM.forward = own
+        Qwen2ForCausalLM.forward = original
     sharded(model, "fsdp2", dist.init_device_mesh("cpu", (2,)), torch.float32)
     for on in (False, True):
         _check_engine(model, SimpleNamespace(enable_activation_offload=on))

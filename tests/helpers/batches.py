@@ -138,7 +138,7 @@ def packed(batch: Batch) -> Batch:
 
 
 def clean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Peers multiply by the mask, so what is masked must be finite for them."""
+    """Makes masked values finite, as peers multiply by the mask."""
     return torch.where(mask, x.double(), 0.0)
 
 
@@ -272,7 +272,7 @@ def _arguments(batch: Batch, exact: bool, options: dict[str, Any]) -> tuple[dict
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Norm of the difference over the norm of what is expected; 1 for zeros, 2 for -expected.
+    """Norm of the difference over the norm of the expected; 1 for zeros, 2 for -expected.
 
     `floor`: the least to divide by.
     """
@@ -309,12 +309,12 @@ def assert_matches(
             1.0, abs(value.item())
         ), name
     for name, value in expected.gradients.items():
-        mine = actual.gradients[name]
+        grad = actual.gradients[name]
         if value is None:
-            assert mine is None, f"d_{name}: expected none"
+            assert grad is None, f"d_{name}: expected none"
             continue
-        assert mine is not None, f"d_{name}: missing"
-        error, allowed = relative_error(mine, value, floor), tolerance
+        assert grad is not None, f"d_{name}: missing"
+        error, allowed = relative_error(grad, value, floor), tolerance
         if rounded_to is not None:
             rounded = (scale * value).to(rounded_to).double() / scale
             allowed = max(allowed, 1.01 * relative_error(rounded, value))

@@ -155,12 +155,12 @@ class EmulatedCUDA(TorchDispatchMode):
         """The values of a tensor, on the CPU."""
         return x.held.clone()
 
-    def mixed(self, name: str, others: list[Tensor]) -> None:
-        """Is told of an operation on CUDA tensors and `others`."""
-        # What autograd's own formulas make is where C++ has their operands.
+    def mixed(self, name: str, on_cpu: list[Tensor]) -> None:
+        """Handles an operation on CUDA tensors and CPU tensors."""
+        # Autograd's formulas in C++ make tensors on their operands' device, not on "CUDA".
         in_backward = torch._C._current_graph_task_id() != -1
         copies = name.startswith(("copy_", "_to_copy", "index", "_index"))
-        if not copies and not in_backward and any(x.dim() for x in others):
+        if not copies and not in_backward and any(x.dim() for x in on_cpu):
             raise RuntimeError(f"{name}: tensors on the CPU beside tensors on CUDA")
 
     def hold(self, x: Any) -> Any:
@@ -186,9 +186,9 @@ class EmulatedCUDA(TorchDispatchMode):
             if name == "scalar_tensor":
                 out.by_formula = True
             return out
-        others = [x for x in inputs if not isinstance(x, OnCUDA) and not hasattr(x, "by_formula")]
-        if others:
-            self.mixed(name, others)
+        on_cpu = [x for x in inputs if not isinstance(x, OnCUDA) and not hasattr(x, "by_formula")]
+        if on_cpu:
+            self.mixed(name, on_cpu)
         kwargs.pop("pin_memory", None)
         plain, options = tree_map(self.hold, (args, kwargs))
         if name in ("mm.dtype", "addmm.dtype", "mm.dtype_out", "addmm.dtype_out"):
@@ -200,7 +200,7 @@ class EmulatedCUDA(TorchDispatchMode):
         def placed(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            # What was written to is what was given.
+            # Outputs that are inputs, written in place, stay the same objects.
             return known[id(x)] if id(x) in known else OnCUDA(x, self) if on_cuda else x
 
         return tree_map(placed, out)
@@ -231,9 +231,9 @@ class CountedCUDA(EmulatedCUDA):
             return answer(x.held)
         return torch.tensor([0] * (x.numel() - len(answer)) + [*answer]).view(x.shape)
 
-    def mixed(self, name: str, others: list[Tensor]) -> None:
+    def mixed(self, name: str, on_cpu: list[Tensor]) -> None:
         if name != "fill_.Tensor":  # a number from the CPU, which goes with the launch
-            self.transfers.append(f"{name} with {others}")
+            self.transfers.append(f"{name} with {on_cpu}")
 
     def hold(self, x: Any) -> Any:
         return _held(x).to(self.holds) if isinstance(x, Tensor) else x
@@ -246,7 +246,7 @@ class CountedCUDA(EmulatedCUDA):
         on_cuda = any(isinstance(x, OnCUDA) for x in (*inputs, *_tensors(out)))
         if on_cuda and not func.is_view and name not in _FREE:
             self.launches[func.name().removeprefix("aten::")] += 1
-        # What "meta" does not mind.
+        # A GPU reads the size of the mask; "meta" does not.
         if name == "index_put_" and inputs[1].dtype == torch.bool:
             self.transfers.append(f"{name} by a mask, whose size is unknown")
         return out

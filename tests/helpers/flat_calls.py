@@ -24,11 +24,11 @@ EXECUTION_FIELDS = tuple(field.name for field in fields(Execution))
 
 def split(weight: Tensor, options: dict[str, Any]) -> tuple[LMHead | Tensor, dict, dict]:
     """The head, the fields of an Execution, and the other options."""
-    of_head = {name: x for name, x in options.items() if name in HEAD_FIELDS}
-    of_execution = {name: x for name, x in options.items() if name in EXECUTION_FIELDS}
-    rest = {name: x for name, x in options.items() if name not in of_head | of_execution}
+    head_options = {name: x for name, x in options.items() if name in HEAD_FIELDS}
+    execution_options = {name: x for name, x in options.items() if name in EXECUTION_FIELDS}
+    rest = {name: x for name, x in options.items() if name not in head_options | execution_options}
     # A plain weight where nothing else is asked for, as most callers have it.
-    return LMHead(weight, **of_head) if of_head else weight, of_execution, rest
+    return LMHead(weight, **head_options) if head_options else weight, execution_options, rest
 
 
 def fused_grpo_loss(

@@ -12,7 +12,7 @@ def imitate(monkeypatch, dtype):
     def half_mm(a, b, *, out, out_dtype=None):
         if out_dtype is None and a.dtype.itemsize == 4:
             return mm(a, b, out=out)
-        # What is asked for in the operands' own dtype is rounded to it.
+        # An output in the operands' dtype is rounded to it.
         assert a.dtype == b.dtype and out.dtype in (torch.float32, a.dtype)
         return out.copy_(mm(a.float(), b.float()))
 

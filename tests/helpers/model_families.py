@@ -59,7 +59,7 @@ def family_model(family, **changed):
 
 
 def llava():
-    """Its body takes pixels along, its config has another's in it."""
+    """Returns a LLaVA: pixels pass through its body, and its config nests a text config."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     text = {k: v for k, v in COMMON.items() if k != "head_dim"} | {"model_type": "llama"}

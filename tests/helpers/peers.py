@@ -22,7 +22,7 @@ def lenient(monkeypatch):
     EmulatedDriver.settings.findings.clear()
 
 
-def found():
+def finding_kinds():
     return {(f.kind, f.kernel) for f in EmulatedDriver.settings.findings}
 
 
@@ -51,7 +51,7 @@ def compare(theirs, plain, *operands, known=(), tolerance=2e-6):
     d = torch.randn(out.shape, generator=torch.Generator().manual_seed(7))
     grads = torch.autograd.grad(out, leaves, d)
     truth = (expected, *torch.autograd.grad(expected, exact, d.double()))
-    for mine, true in zip((out, *grads), truth, strict=True):
-        assert true.norm() > 0 and relative_error(mine.detach(), true.detach()) <= tolerance
-    assert found() == set(known), EmulatedDriver.settings.findings
+    for result, true in zip((out, *grads), truth, strict=True):
+        assert true.norm() > 0 and relative_error(result.detach(), true.detach()) <= tolerance
+    assert finding_kinds() == set(known), EmulatedDriver.settings.findings
     return (out.detach(), *grads)

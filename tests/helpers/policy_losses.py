@@ -51,24 +51,24 @@ def exact_policy_loss(
     **options: Any,
 ) -> PolicyLossResult:
     """The loss and its gradients; arguments are those of the kernel's function."""
-    kept = torch.ones_like(logps, dtype=torch.bool) if mask is None else mask
-    wanted = [x.double().requires_grad_() for x in (logps, entropy) if x is not None]
+    active = torch.ones_like(logps, dtype=torch.bool) if mask is None else mask
+    leaves = [x.double().requires_grad_() for x in (logps, entropy) if x is not None]
 
     def only(x: Tensor | None) -> Tensor | None:
-        return None if x is None else torch.where(kept, x.double(), 0.0)
+        return None if x is None else torch.where(active, x.double(), 0.0)
 
-    given = {k: only(x) if isinstance(x, Tensor) else x for k, x in options.items()}
-    own, old, ref = only(wanted[0]), given.pop("old_logps", None), given.pop("ref_logps", None)
-    ratio = (own - (own.detach() if old is None else old)).clamp(max=80.0).exp()
-    loss = _surrogate(own, ratio, **{k: x for k, x in given.items() if k != "kl_estimator"})
+    kwargs = {k: only(x) if isinstance(x, Tensor) else x for k, x in options.items()}
+    logp, old, ref = only(leaves[0]), kwargs.pop("old_logps", None), kwargs.pop("ref_logps", None)
+    ratio = (logp - (logp.detach() if old is None else old)).clamp(max=80.0).exp()
+    loss = _surrogate(logp, ratio, **{k: x for k, x in kwargs.items() if k != "kl_estimator"})
     loss = loss if scale is None else only(scale) * loss
     if ref is not None and beta:
-        kl = _kl(ref - own, given.get("kl_estimator", "k3"))
+        kl = _kl(ref - logp, kwargs.get("kl_estimator", "k3"))
         loss = loss + beta * (kl * ratio if kl_ratio else kl)
     total = (only(weights) * loss).sum()
     if entropy is not None:
-        total = total - entropy_coef / count.double().clamp(min=1.0) * only(wanted[1]).sum()
-    d = torch.autograd.grad(total, wanted, materialize_grads=True)
+        total = total - entropy_coef / count.double().clamp(min=1.0) * only(leaves[1]).sum()
+    d = torch.autograd.grad(total, leaves, materialize_grads=True)
     return PolicyLossResult(total.detach(), d[0], d[1] if len(d) > 1 and entropy_coef else None)
 
 

@@ -140,7 +140,7 @@ def run(
 
     module, name = job.split(":")
     before = dict(os.environ)
-    # What launchers set. Nobody listens at the port: accelerate takes the group that is there.
+    # Launchers set these. Nobody listens at the port: accelerate uses the existing group.
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="localhost", MASTER_PORT="1", **environment,

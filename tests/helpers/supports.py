@@ -33,8 +33,8 @@ def make_support(batch: Batch, *, seed: int = 0, without: float = 0.2, most: int
         count = 1 if kind < without + 0.2 else int(torch.randint(2, most, (1,), generator=g))
         if kind > 0.95:
             count = V // 2
-        others = [w for w in torch.randperm(V, generator=g)[:count].tolist() if w != target]
-        words = [*others[: count - 1], target]
+        other_ids = [w for w in torch.randperm(V, generator=g)[:count].tolist() if w != target]
+        words = [*other_ids[: count - 1], target]
         sets.append([words[i] for i in torch.randperm(len(words), generator=g).tolist()])
     return csr(sets)
 

@@ -23,8 +23,8 @@ def cases(*axes: Iterable[Any], fast: Callable[..., bool]) -> list:
 
 def in_turn(*axes: Iterable[Any]) -> list:
     """The product of the axes, of which each value of the first meets one of the others in turn."""
-    first, *others = (list(axis) for axis in axes)
-    rest = list(product(*others))
+    first, *other_axes = (list(axis) for axis in axes)
+    rest = list(product(*other_axes))
     marks = (pytest.mark.slow,)
     return [
         pytest.param(x, *other, marks=() if i % len(rest) == j else marks)

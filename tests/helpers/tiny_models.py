@@ -52,7 +52,7 @@ def make_model(family: str, **more):
 
 
 def make_tokenizer():
-    """One token a byte, and one that ends."""
+    """Returns a tokenizer with one token per byte and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

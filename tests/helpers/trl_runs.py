@@ -60,7 +60,7 @@ def folder_of(family):
 
 
 # Options of `trained` for the trainer, not for its configuration.
-_OF_THE_TRAINER = (
+_TRAINER_OPTIONS = (
     "peft_config", "execution", "logits_dtype", "replay_support", "loss", "exact_kl"
 )  # fmt: skip
 
@@ -72,7 +72,7 @@ def trained(
 
     The model is the one of the family, or that of the folder `stored`.
     """
-    given = {k: options.pop(k) for k in _OF_THE_TRAINER if k in options}
+    kwargs = {k: options.pop(k) for k in _TRAINER_OPTIONS if k in options}
     losses = []
 
     class Watched(trainer_class):
@@ -94,26 +94,26 @@ def trained(
     arguments = arguments_of(folder, **options)
     if evaluate:
         arguments.eval_strategy, arguments.eval_steps = "steps", 1
-        given["eval_dataset"] = prompts(4)
+        kwargs["eval_dataset"] = prompts(4)
     torch.manual_seed(0)
     trainer = Watched(
         model, reward_funcs=noise, args=arguments, train_dataset=prompts(),
-        processing_class=make_tokenizer(), **given,
+        processing_class=make_tokenizer(), **kwargs,
     )  # fmt: skip
     trainer.train()
     weights = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
     return losses, trainer.state.log_history, weights
 
 
-def assert_same_run(mine, theirs):
-    (losses, log, weights), (wanted_losses, wanted_log, wanted_weights) = mine, theirs
-    assert len(losses) == len(wanted_losses) >= STEPS
-    torch.testing.assert_close(losses, wanted_losses, rtol=TOLERANCE, atol=TOLERANCE)
-    assert len(log) == len(wanted_log)
+def assert_same_run(actual, expected):
+    (losses, log, weights), (expected_losses, expected_log, expected_weights) = actual, expected
+    assert len(losses) == len(expected_losses) >= STEPS
+    torch.testing.assert_close(losses, expected_losses, rtol=TOLERANCE, atol=TOLERANCE)
+    assert len(log) == len(expected_log)
     compared = 0
-    for row, wanted in zip(log, wanted_log, strict=True):
-        assert row.keys() == wanted.keys()
-        for name, value in wanted.items():
+    for row, expected_row in zip(log, expected_log, strict=True):
+        assert row.keys() == expected_row.keys()
+        for name, value in expected_row.items():
             if any(word in name for word in CLOCK):
                 continue
             if value is None or value != value:
@@ -124,5 +124,5 @@ def assert_same_run(mine, theirs):
             compared += 1
     assert compared > 10 * STEPS
     assert any(row.get("grad_norm", 0) > 1e-3 for row in log)
-    for name, weight in wanted_weights.items():
+    for name, weight in expected_weights.items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)

@@ -48,7 +48,7 @@ def test_runs(example, options, curves, tiny_model, tmp_path):
 
 
 def test_defaults_by_dataset():
-    # What belongs to word problems is not for others.
+    # Options of word problems are not for other tasks.
     config = train_gsm8k.config_of(["--model", "m", "--dataset", "word_problems:all_levels"])
     assert (config.name, config.max_completion_length) == ("word_problems", 32)
     assert config.rewards == ["answer"]

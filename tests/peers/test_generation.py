@@ -70,10 +70,10 @@ def test_what_generate_keeps(case):
             scores = logits[row, i][None]
             for warper in warpers:
                 scores = warper(ids, scores)
-            kept = token_ids[offsets[i] : offsets[i + 1]]
-            assert kept.tolist() == (scores[0] > -torch.inf).nonzero()[:, 0].tolist()
-            assert ids[row, 3 + i] in kept
-            sizes.add(len(kept))
+            token_set = token_ids[offsets[i] : offsets[i + 1]]
+            assert token_set.tolist() == (scores[0] > -torch.inf).nonzero()[:, 0].tolist()
+            assert ids[row, 3 + i] in token_set
+            sizes.add(len(token_set))
     assert max(sizes) < 257
     assert len(sizes) > 1 or case == "top_k"
 

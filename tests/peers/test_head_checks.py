@@ -1,4 +1,4 @@
-"""What a fused head is compared with when it is attached, and what it refuses at a call."""
+"""Checks of a fused head: at attachment against the model's logits, and at each call."""
 
 from unittest.mock import MagicMock
 
@@ -30,10 +30,10 @@ def test_an_adapter_per_row_is_refused_on_the_head_alone():
     model = with_lora(family_model("qwen2"), **LORAS["body"]).eval()
     check_scores(model)
     with torch.no_grad():
-        wanted, _, _ = expected(model, inputs | {"adapter_names": names}, labels)
+        expected_logps, _, _ = expected(model, inputs | {"adapter_names": names}, labels)
         out = model(**inputs, labels=labels, fused_head=True, adapter_names=names)
-        assert not torch.allclose(wanted, expected(model, inputs, labels)[0], atol=1e-3)
-    torch.testing.assert_close(out.logps, wanted, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(expected_logps, expected(model, inputs, labels)[0], atol=1e-3)
+    torch.testing.assert_close(out.logps, expected_logps, rtol=1e-4, atol=1e-4)
     for kind in ("head", "head_copied"):
         model = with_lora(family_model("qwen2"), **LORAS[kind]).eval()
         attach_fused_head(model)
@@ -82,31 +82,31 @@ def test_hooks_on_what_is_called_run(part, kind):
     getattr(layer.get_submodule(f"{part}.default"), f"register_{kind}")(
         lambda *x: 2 * x[2] if kind == "forward_hook" else tuple(2 * d for d in x[1])
     )
-    wanted = gradients_of(model, expected(model, inputs, labels)[0].sum())
+    expected_grads = gradients_of(model, expected(model, inputs, labels)[0].sum())
     out = model(**inputs, labels=labels, fused_head=True)
-    assert_same_gradients(gradients_of(model, out.logps.sum()), wanted)
+    assert_same_gradients(gradients_of(model, out.logps.sum()), expected_grads)
 
 
 def test_a_hook_on_the_body_runs():
-    """It is the way out: the gradient that reaches the body is that of the plain call."""
+    """A backward hook on the body, which scales a gradient, runs as in the plain call."""
     model, inputs, labels = with_head(family_model("qwen2"))
     model.model.norm.register_full_backward_pre_hook(lambda _, d_out: (0.1 * d_out[0],))
     logps, _, _ = expected(model, inputs, labels)
-    wanted = gradients_of(model, logps.sum())
+    expected_grads = gradients_of(model, logps.sum())
     out = model(**inputs, labels=labels, fused_head=True)
-    assert_same_gradients(gradients_of(model, out.logps.sum()), wanted)
+    assert_same_gradients(gradients_of(model, out.logps.sum()), expected_grads)
 
 
 def test_a_forward_of_the_head_s_own_is_refused():
     model, inputs, labels = with_head(family_model("qwen2"))
-    own = model.lm_head.forward
-    model.lm_head.forward = lambda states: 2 * own(states)
+    original = model.lm_head.forward
+    model.lm_head.forward = lambda states: 2 * original(states)
     with pytest.raises(ValueError, match=r"without a forward of its own, .*; got .*lambda"):
         model(**inputs, labels=labels, fused_head=True)
 
 
 def test_accelerates_hooks_on_the_head():
-    """They move states to where a layer is; weights that they load for a call alone are refused."""
+    """Hooks that move states to a layer's device run; weights loaded per call are refused."""
     from accelerate import cpu_offload
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
@@ -140,16 +140,16 @@ def test_logits_of_another_kind_are_refused_while_they_are_small(change, dtype):
     model = family_model("qwen2").to(dtype)
     with torch.no_grad():
         model.lm_head.weight.mul_(0.05)
-    own = model.forward
+    original = model.forward
 
     def forward(*args, **kwargs):
-        out = own(*args, **kwargs)
+        out = original(*args, **kwargs)
         out.logits = change(out.logits)
         return out
 
     model.forward = forward
     inputs, _ = batch_of()
-    assert own(**inputs).logits.abs().max() < 2
+    assert original(**inputs).logits.abs().max() < 2
     with pytest.raises(ValueError, match="scaled and capped as the config says; those of Qwen2"):
         attach_fused_head(model)
 
@@ -157,11 +157,11 @@ def test_logits_of_another_kind_are_refused_while_they_are_small(change, dtype):
 def test_autocast_inside_a_wrapped_forward_is_known():
     """Accelerate wraps it so, and returns float32."""
     model = family_model("llama")
-    own = model.forward
+    original = model.forward
 
     def forward(*args, **kwargs):
         with torch.autocast("cpu", torch.bfloat16):
-            out = own(*args, **kwargs)
+            out = original(*args, **kwargs)
         out.logits = out.logits.float()
         return out
 
@@ -170,7 +170,7 @@ def test_autocast_inside_a_wrapped_forward_is_known():
 
 
 _, L = batch_of()
-OF_SEQUENCES = Objective(torch.ones(3), config=GRPOLossConfig(loss_type="grpo"))
+SEQUENCE_LOSS = Objective(torch.ones(3), config=GRPOLossConfig(loss_type="grpo"))
 # (arguments of the call, the error)
 NOT_CALLED = (
     ({"labels": None}, "labels: expected token ids .* got neither"),
@@ -183,19 +183,19 @@ NOT_CALLED = (
     ({"use_cache": True}, "use_cache: expected none"),
     *(({name: transformers.DynamicCache()}, f"{name}: expected none")
       for name in ("past_key_values", "cache", "by_another_name")),
-    ({"num_items_in_batch": torch.tensor(9), "fused_head": OF_SEQUENCES},
+    ({"num_items_in_batch": torch.tensor(9), "fused_head": SEQUENCE_LOSS},
      "num_items_in_batch: expected None with the 'grpo' aggregation, which divides by sequences"),
     ({"num_items_in_batch": torch.ones(2), "fused_head": Objective(torch.ones(3))},
      "num_items: expected a 0-d tensor"),
-    ({"cu_seq_lens_q": torch.tensor([0, 4, 11]), "fused_head": OF_SEQUENCES},
+    ({"cu_seq_lens_q": torch.tensor([0, 4, 11]), "fused_head": SEQUENCE_LOSS},
      "cu_seq_lens_q: expected None with loss_type='grpo' and these options, which tell sequences"),
-    ({"seq_idx": torch.zeros(3, 11).int(), "fused_head": OF_SEQUENCES}, "seq_idx: expected None"),
+    ({"seq_idx": torch.zeros(3, 11).int(), "fused_head": SEQUENCE_LOSS}, "seq_idx: expected None"),
     ({"num_items_in_batch": 9}, "num_items_in_batch: expected None without advantages"),
     ({"output_hidden_states": True}, "output_hidden_states: expected False, or None, as a fused"),
     ({"output_attentions": True}, "output_attentions: expected False"),
     ({"return_dict": False}, "return_dict: expected True"),
     ({"fused_head": 1.0}, "fused_head: expected True or an Objective"),
-    # What the model would ignore.
+    # Arguments that the model would ignore.
     *(({name: torch.ones(3)}, f"{name}: expected an argument of LlamaForCausalLM")
       for name in ("advantages", "beta")),
 )  # fmt: skip
@@ -220,20 +220,20 @@ def test_what_transformers_hands_to_any_model_is_used_or_refused(name):
         model(**inputs, labels=labels, fused_head=True, **{name: LAYERS[name]})
         assert body.call_args.kwargs[name] is LAYERS[name]
         return
-    given = {name: KNOWN.get(name, 1)}
+    kwargs = {name: KNOWN.get(name, 1)}
     with pytest.raises((TypeError, ValueError), match=f"{name}: expected"):
-        model(**inputs, labels=labels, fused_head=True, **given)
+        model(**inputs, labels=labels, fused_head=True, **kwargs)
     harmless = {"return_dict": True}.get(name, False if "output" in name else None)
     if name in KNOWN and name not in ("past_key_values", "cache"):
         model(**inputs, labels=labels, fused_head=True, **{name: harmless})
 
 
-@pytest.mark.parametrize(("given", "message"), NOT_CALLED)
-def test_calls_that_are_refused(given, message):
+@pytest.mark.parametrize(("kwargs", "message"), NOT_CALLED)
+def test_calls_that_are_refused(kwargs, message):
     model, inputs, labels = with_head()
-    given = {"labels": labels, "fused_head": True, **given}
+    kwargs = {"labels": labels, "fused_head": True, **kwargs}
     with pytest.raises((TypeError, ValueError), match=message):
-        model(**inputs, **{k: x for k, x in given.items() if x is not None})
+        model(**inputs, **{k: x for k, x in kwargs.items() if x is not None})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from grpo_kernels.integrations import patching
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss, patch_liger
 from grpo_kernels.integrations.verl import linear_cross_entropy
 
-# Those of Liger 0.8.5; an older one has fewer.
+# Options of Liger 0.8.5; older versions have fewer.
 _SOURCE = inspect.getsource(inspect.getmodule(LigerFusedLinearGRPOLoss))
 _OPTIONS = inspect.signature(LigerFusedLinearGRPOLoss.__init__).parameters
 _ARGUMENTS = inspect.signature(LigerFusedLinearGRPOLoss.forward).parameters
@@ -35,7 +35,7 @@ LOSS_TYPES = tuple(name for name in ALL_LOSS_TYPES if f'"{name}"' in _SOURCE)
 @st.composite
 def calls(draw):
     """A constructor's options and a call's, a third of them at their defaults."""
-    options, given = {}, {}
+    options, case = {}, {}
     options["loss_type"] = loss_type = draw(st.sampled_from(LOSS_TYPES))
     sequence = loss_type not in ("cispo", "sapo", "vespo") and draw(st.booleans())
     if loss_type == "luspo" and "num_items_in_batch" not in _ARGUMENTS:
@@ -50,49 +50,49 @@ def calls(draw):
     options["use_ref_model"] = draw(st.booleans())
     if loss_type == "dr_grpo":
         options["max_completion_length"] = 13
-    given["reference"] = draw(st.sampled_from(("logps", "head")))
-    given["old"] = draw(st.booleans())
-    given["ratio"] = draw(st.sampled_from((None, "token", "sequence", "flat")))
-    given["num_items"] = draw(st.sampled_from((None, 31)))
-    given["bias"] = draw(st.booleans())
-    given["shape"] = (draw(st.integers(1, 5)), draw(st.integers(2, 9)))
-    given["seed"] = draw(st.integers(0, 10_000))
+    case["reference"] = draw(st.sampled_from(("logps", "head")))
+    case["old"] = draw(st.booleans())
+    case["ratio"] = draw(st.sampled_from((None, "token", "sequence", "flat")))
+    case["num_items"] = draw(st.sampled_from((None, 31)))
+    case["bias"] = draw(st.booleans())
+    case["shape"] = (draw(st.integers(1, 5)), draw(st.integers(2, 9)))
+    case["seed"] = draw(st.integers(0, 10_000))
     if "vllm_is_ratio" not in _ARGUMENTS:
-        given["ratio"] = None
-    return {k: v for k, v in options.items() if k in _OPTIONS}, given
+        case["ratio"] = None
+    return {k: v for k, v in options.items() if k in _OPTIONS}, case
 
 
-def arguments_of(options, given):
-    B, T = given["shape"]
-    batch = make_batch(B=B, T=T, H=16, V=101, seed=given["seed"])
+def arguments_of(options, case):
+    B, T = case["shape"]
+    batch = make_batch(B=B, T=T, H=16, V=101, seed=case["seed"])
     mask = batch.mask
     if not mask.any():
         mask[0, 0] = True
-    g = torch.Generator().manual_seed(given["seed"])
+    g = torch.Generator().manual_seed(case["seed"])
     old = clean(batch.old_logps, mask).float()
-    call = {"old_per_token_logps": old if given["old"] else None}
+    call = {"old_per_token_logps": old if case["old"] else None}
     if options["use_ref_model"]:
-        if given["reference"] == "logps":
+        if case["reference"] == "logps":
             call["ref_per_token_logps"] = old + 0.3 * torch.randn(old.shape, generator=g)
         else:
             # A policy that has moved away from its reference, not another model.
             hidden, weight = batch.hidden.nan_to_num(), batch.weight
             call["ref_input"] = hidden + 0.1 * torch.randn(hidden.shape, generator=g)
             call["ref_weight"] = weight + 0.1 * torch.randn(weight.shape, generator=g)
-            call["ref_bias"] = batch.bias if given["bias"] else None
-    if given["ratio"] is not None:
-        ratio = torch.rand(B, T if given["ratio"] == "token" else 1, generator=g) + 0.3
-        # What a sampler's correction masks.
+            call["ref_bias"] = batch.bias if case["bias"] else None
+    if case["ratio"] is not None:
+        ratio = torch.rand(B, T if case["ratio"] == "token" else 1, generator=g) + 0.3
+        # Tokens that the sampler's correction masks have ratio 0.
         ratio = torch.where(torch.rand(ratio.shape, generator=g) < 0.2, 0.0, ratio)
-        # As TRL has it, and Liger takes it: 1 where the mask is 0.
+        # TRL passes 1 where the mask is 0.
         call["vllm_is_ratio"] = torch.where(mask, ratio, 1.0) if ratio.shape[1] == T else ratio
-        if given["ratio"] == "flat":
+        if case["ratio"] == "flat":
             call["vllm_is_ratio"] = ratio[:, 0]
     if options["loss_type"] in ("dapo", "cispo", "vespo") and "num_items_in_batch" in _ARGUMENTS:
-        call["num_items_in_batch"] = given["num_items"]
+        call["num_items_in_batch"] = case["num_items"]
     head = {
         "hidden": batch.hidden.nan_to_num(), "weight": batch.weight,
-        "bias": batch.bias if given["bias"] else None,
+        "bias": batch.bias if case["bias"] else None,
     }  # fmt: skip
     return batch, head, call
 
@@ -109,32 +109,32 @@ def run(module, batch, head, call):
 
 @given(calls())
 def test_the_same_as_liger(drawn):
-    options, given = drawn
-    batch, head, call = arguments_of(options, given)
-    # Its luspo counts padding, so it gets none.
+    options, case = drawn
+    batch, head, call = arguments_of(options, case)
+    # Liger's luspo counts padding, so there is none.
     if options["loss_type"] == "luspo":
         batch.mask = torch.ones_like(batch.mask)
     loss, metrics, ours = run(FusedLinearGRPOLoss(**options), batch, head, call)
-    expected, wanted, theirs = run(
+    expected, expected_metrics, theirs = run(
         LigerFusedLinearGRPOLoss(compiled=False, **options), batch, head, call
     )
     torch.testing.assert_close(loss, expected, rtol=3e-5, atol=3e-5)
-    assert len(metrics) == len(wanted) == 1 + bool(options["beta"])
-    for mine, other in zip(metrics, wanted, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, check_dtype=False)
+    assert len(metrics) == len(expected_metrics) == 1 + bool(options["beta"])
+    for metric, other in zip(metrics, expected_metrics, strict=True):
+        torch.testing.assert_close(metric, other, rtol=1e-4, atol=1e-5, check_dtype=False)
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
-        # What is left where large terms cancel has fewer digits.
+        # Differences of large terms have fewer digits.
         floor = 1e-2 * float(head[name].norm()) / head[name].numel() ** 0.5
         assert relative_error(ours[name], gradient, floor) < 1e-3, name
 
 
 def test_something_is_clipped_and_everything_has_a_gradient():
     """The arguments of a batch drawn above."""
-    given = {"shape": (5, 9), "seed": 3, "old": True, "ratio": "token", "num_items": None,
+    case = {"shape": (5, 9), "seed": 3, "old": True, "ratio": "token", "num_items": None,
              "reference": "logps", "bias": True}  # fmt: skip
     options = {"loss_type": "dapo", "use_ref_model": True, "epsilon_low": 0.1}
-    batch, head, call = arguments_of(options, given)
+    batch, head, call = arguments_of(options, case)
     _, (kl, clipped), gradients = run(FusedLinearGRPOLoss(**options), batch, head, call)
     assert kl > 0.01 and 0 < clipped < 1
     assert all(gradient.norm() > 0.01 for gradient in gradients.values())
@@ -170,12 +170,12 @@ def test_half_precision_and_the_execution():
             "bias": None}  # fmt: skip
     product = MagicMock(side_effect=lambda a, b: a.float() @ b.float())
     module = FusedLinearGRPOLoss(execution=Execution(matmul=product), **options)
-    _, (clipped,), found = run(module, batch, head, {})
+    _, (clipped,), grads = run(module, batch, head, {})
     assert product.called
-    assert clipped == 0 and found["weight"].dtype == torch.bfloat16
+    assert clipped == 0 and grads["weight"].dtype == torch.bfloat16
     wide = {name: None if x is None else x.float() for name, x in head.items()}
     _, _, expected = run(FusedLinearGRPOLoss(**options), batch, wide, {})
-    assert relative_error(found["weight"], expected["weight"]) < 3e-3
+    assert relative_error(grads["weight"], expected["weight"]) < 3e-3
 
 
 def test_log_probs_win_over_states_of_the_reference():
@@ -191,16 +191,16 @@ def test_log_probs_win_over_states_of_the_reference():
 
 
 def test_verl_s_reductions():
-    """Its values are those of `linear_logprobs`; the ranks' tests have its gradients."""
+    """Reductions are those of the log-probs; the ranks' tests check gradients."""
     batch = make_batch()
     targets = batch.targets[batch.mask]
-    given = (batch.hidden[batch.mask], batch.weight, targets, 0.8)
-    logps, _ = linear_cross_entropy(*given, "none")
+    args = (batch.hidden[batch.mask], batch.weight, targets, 0.8)
+    logps, _ = linear_cross_entropy(*args, "none")
     for reduction in ("sum", "mean"):
-        mine, _ = linear_cross_entropy(*given, reduction)
-        torch.testing.assert_close(mine, getattr(logps, reduction)())
+        reduced, _ = linear_cross_entropy(*args, reduction)
+        torch.testing.assert_close(reduced, getattr(logps, reduction)())
     with pytest.raises(ValueError, match="reduction: expected one of"):
-        linear_cross_entropy(*given, "max")
+        linear_cross_entropy(*args, "max")
 
 
 STEP = {"use_ref_model": False}
@@ -229,13 +229,13 @@ REFUSED = (
 
 @pytest.mark.parametrize(("options", "changed", "error"), REFUSED)
 def test_what_is_refused_in_words(options, changed, error):
-    given = {
+    kwargs = {
         "_input": torch.randn(2, 5, 8), "lin_weight": torch.randn(11, 8),
         "selected_token_ids": torch.zeros(2, 5, dtype=torch.long),
         "attention_mask": torch.ones(2, 5), "advantages": torch.ones(2),
     }  # fmt: skip
     with pytest.raises((TypeError, ValueError), match=error):
-        FusedLinearGRPOLoss(**options)(**given | changed)
+        FusedLinearGRPOLoss(**options)(**kwargs | changed)
 
 
 # In the place of Liger's class
@@ -279,18 +279,18 @@ def test_a_patch_of_liger_checks_its_options():
 
 
 @pytest.mark.parametrize(
-    ("installed", "told"),
+    ("installed", "message"),
     (
         ("0.5.10", "expected liger-kernel>=0.6; got 0.5.10: pip install 'liger-kernel>=0.6'"),
         (None, "expected liger-kernel>=0.6; got none"),
     ),
 )
-def test_another_liger_is_named(installed, told, monkeypatch):
+def test_another_liger_is_named(installed, message, monkeypatch):
     def version(name):
         if installed is None:
             raise metadata.PackageNotFoundError(name)
         return installed
 
     monkeypatch.setattr(patching.metadata, "version", version)
-    with pytest.raises(ImportError, match=re.escape(told)):
+    with pytest.raises(ImportError, match=re.escape(message)):
         patch_liger()

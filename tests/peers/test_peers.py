@@ -74,8 +74,8 @@ def trl_loss(cfg, batch, logps, entropy, num_items):
         "loss_type", "beta", "importance_sampling_level", "max_completion_length", "entropy_coef",
         "top_entropy_quantile",
     )  # fmt: skip
-    of_args = [name for name in vars(cfg) if name.startswith(("sapo_", "vespo_"))]
-    of_args += ["delta", "use_bias_correction_kl"]
+    arg_names = [name for name in vars(cfg) if name.startswith(("sapo_", "vespo_"))]
+    arg_names += ["delta", "use_bias_correction_kl"]
     trainer = SimpleNamespace(
         **{name: getattr(cfg, name) for name in same},
         epsilon_low=cfg.epsilon,
@@ -90,7 +90,7 @@ def trl_loss(cfg, batch, logps, entropy, num_items):
         accelerator=ONE_PROCESS,
         model=SimpleNamespace(training=False),
         args=SimpleNamespace(
-            steps_per_generation=1, **{name: getattr(cfg, name) for name in of_args}
+            steps_per_generation=1, **{name: getattr(cfg, name) for name in arg_names}
         ),
         _metrics={"eval": defaultdict(list)},
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
@@ -112,7 +112,7 @@ def trl_loss(cfg, batch, logps, entropy, num_items):
 
 
 def trl_lines(begin, end, trainer, **names):
-    """What lines of TRL's generation step make of names; it makes the loss's inputs on its way."""
+    """Runs lines of TRL's generation step, which make inputs of the loss, on names."""
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     start = source.rindex("\n", 0, source.index(begin)) + 1
     stop = source.rindex("\n", 0, source.index(end, start))
@@ -150,14 +150,14 @@ def log_prob_leaves(batch, dtype=torch.float64):
 
 
 def by_us(cfg, batch, call, num_items=None, dtype=torch.float32) -> Result:
-    given = {"old_logps": batch.old_logps, "ref_logps": batch.ref_logps}
+    kwargs = {"old_logps": batch.old_logps, "ref_logps": batch.ref_logps}
     if cfg.is_correction != "none" or cfg.off_policy_threshold is not None:
-        given["sampling_logps"] = batch.sampling_logps
-    given = {k: x.to(dtype) for k, x in given.items()}
+        kwargs["sampling_logps"] = batch.sampling_logps
+    kwargs = {k: x.to(dtype) for k, x in kwargs.items()}
     leaves = log_prob_leaves(batch, dtype)
     out = call(
         leaves["l"], batch.advantages, batch.mask, entropy=leaves["e"], config=cfg,
-        num_items=num_items, **given,
+        num_items=num_items, **kwargs,
     )  # fmt: skip
     out.loss.backward()
     return Result(out.loss.detach(), out.metrics, out.logps, {k: x.grad for k, x in leaves.items()})
@@ -167,11 +167,11 @@ def assert_same(ours, theirs, tolerance):
     # The terms of a loss are of the order of 1, and what is left of them may be little.
     assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=tolerance, abs=tolerance)
     for name, expected in theirs.gradients.items():
-        mine = ours.gradients[name]
+        grad = ours.gradients[name]
         if expected is None:
-            assert mine is None or not mine.any(), name
+            assert grad is None or not grad.any(), name
             continue
-        assert mine is not None and relative_error(mine, expected) <= tolerance, name
+        assert grad is not None and relative_error(grad, expected) <= tolerance, name
 
 
 def test_the_batch_has_everything():

@@ -47,12 +47,12 @@ def gradients_of(model, value):
     return {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_gradients(mine, theirs, tolerance=2e-4):
-    assert mine.keys() == theirs.keys()
-    for name, gradient in theirs.items():
+def assert_same_gradients(actual, expected, tolerance=2e-4):
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
         if float(gradient.norm()) < 1e-7:
             continue
-        error = float((mine[name] - gradient).norm() / gradient.norm())
+        error = float((actual[name] - gradient).norm() / gradient.norm())
         assert error < tolerance, (name, error)
 
 
@@ -65,16 +65,16 @@ def check_scores(model, attach=True, temperature=1.0, **more):
     inputs |= more
     weights = torch.randn(labels[:, 1:].shape, generator=torch.Generator().manual_seed(5))
     *scores, mask = expected(model, inputs, labels, temperature)
-    wanted = gradients_of(model, (weights * scores[0] + 0.1 * scores[1]).sum())
+    expected_grads = gradients_of(model, (weights * scores[0] + 0.1 * scores[1]).sum())
     if attach:
         attach_fused_head(model, temperature=temperature)
     out = model(**inputs, labels=labels, fused_head=True)
     assert torch.equal(out.mask, mask) and out.loss is None
-    for mine, theirs in zip((out.logps, out.entropy), scores, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-    mine = gradients_of(model, (weights * out.logps + 0.1 * out.entropy).sum())
-    assert_same_gradients(mine, wanted)
-    return set(wanted)
+    for actual, score in zip((out.logps, out.entropy), scores, strict=True):
+        torch.testing.assert_close(actual, score, rtol=1e-4, atol=1e-4)
+    actual = gradients_of(model, (weights * out.logps + 0.1 * out.entropy).sum())
+    assert_same_gradients(actual, expected_grads)
+    return set(expected_grads)
 
 
 def with_head(model=None, **options):
@@ -87,7 +87,7 @@ def with_head(model=None, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family):
     check_scores(family_model(family), temperature=0.7)
-    # That logits are rounded is no reason to refuse a model.
+    # Rounded logits are no reason to refuse a model.
     for dtype in (torch.bfloat16, torch.float16):
         attach_fused_head(family_model(family).to(dtype))
 
@@ -103,45 +103,45 @@ def test_loss(objective):
         logps.detach() + 0.3 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(s))
         for s in (1, 2)
     )
-    given = {"old_logps": old, "ref_logps": ref, "config": config}
-    loss = grpo_loss(logps, advantages, mask, **given).loss
-    wanted = gradients_of(model, loss)
+    kwargs = {"old_logps": old, "ref_logps": ref, "config": config}
+    loss = grpo_loss(logps, advantages, mask, **kwargs).loss
+    expected_grads = gradients_of(model, loss)
     attach_fused_head(model)
-    out = model(**inputs, labels=labels, fused_head=Objective(advantages, **given))
+    out = model(**inputs, labels=labels, fused_head=Objective(advantages, **kwargs))
     torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)
     assert not out.logps.requires_grad and out.metrics["tokens"] == mask.sum()
-    assert_same_gradients(gradients_of(model, out.loss), wanted)
+    assert_same_gradients(gradients_of(model, out.loss), expected_grads)
     # The last T labels alone, in whose shape the rest then comes.
     last = {"old_logps": old[:, -T:], "ref_logps": ref[:, -T:], "config": config}
-    kept = model(
+    summed = model(
         **inputs, labels=labels, fused_head=Objective(advantages, **last), logits_to_keep=T
     )
-    assert kept.logps.shape == (3, T)
-    torch.testing.assert_close(kept.loss, out.loss)
+    assert summed.logps.shape == (3, T)
+    torch.testing.assert_close(summed.loss, out.loss)
     # A mask of the caller's own, as of a tool's words.
     spoken = torch.ones_like(mask)
     spoken[:, -1] = False
-    masked = model(**inputs, labels=labels, fused_head=Objective(advantages, mask=spoken, **given))
+    masked = model(**inputs, labels=labels, fused_head=Objective(advantages, mask=spoken, **kwargs))
     torch.testing.assert_close(
-        masked.loss, grpo_loss(logps, advantages, mask & spoken, **given).loss
+        masked.loss, grpo_loss(logps, advantages, mask & spoken, **kwargs).loss
     )
 
 
 @pytest.mark.parametrize("kind", (int, float, torch.tensor))
 def test_the_parts_of_a_step_add_up(kind):
-    """By the number that transformers' Trainer hands to a forward that takes it."""
+    """Micro-batches' losses, divided by the Trainer's `num_items_in_batch`, sum to the batch's."""
     model, inputs, labels = with_head()
     advantages, items = torch.tensor([1.0, -0.5, 0.7]), int((labels[:, 1:] != -100).sum())
 
-    def loss(rows, **given):
+    def loss(rows, **kwargs):
         ids = {name: x[rows] for name, x in inputs.items()}
         objective = Objective(advantages[rows])
-        return model(**ids, labels=labels[rows], fused_head=objective, **given).loss
+        return model(**ids, labels=labels[rows], fused_head=objective, **kwargs).loss
 
-    whole = loss(slice(0, 3))
+    total = loss(slice(0, 3))
     parts = [loss(rows, num_items_in_batch=kind(items)) for rows in (slice(0, 2), slice(2, 3))]
-    torch.testing.assert_close(sum(parts), whole)
-    assert_same_gradients(gradients_of(model, sum(parts)), gradients_of(model, whole))
+    torch.testing.assert_close(sum(parts), total)
+    assert_same_gradients(gradients_of(model, sum(parts)), gradients_of(model, total))
 
 
 @pytest.mark.parametrize("name", ("qwen2", "gpt2", "gemma2"))
@@ -149,13 +149,13 @@ def test_a_config_that_asks_for_another_result(name):
     model, inputs, labels = with_head(family_model(name))
     expected = model(**inputs, labels=labels, fused_head=True).logps
     model.config.return_dict, model.config.output_hidden_states = False, True
-    found = model(**inputs, labels=labels, fused_head=True, past_key_values=None).logps
-    torch.testing.assert_close(found, expected)
+    logps = model(**inputs, labels=labels, fused_head=True, past_key_values=None).logps
+    torch.testing.assert_close(logps, expected)
 
 
 @pytest.mark.parametrize("loss_type", ("dapo", "grpo"))
 def test_a_trainer_of_transformers_accumulates(loss_type, tmp_path):
-    """It adds `num_items_in_batch` to each call, and does not divide by the accumulation steps."""
+    """The Trainer passes `num_items_in_batch` and does not divide by the accumulation steps."""
     weights = []
     for size in (4, 2):
         model, _, _ = with_head(family_model("qwen2"))
@@ -211,9 +211,9 @@ def test_states_are_of_the_model_as_it_was(case, grad):
         with torch.no_grad():
             return model(**inputs).logits[:, :-1].double().log_softmax(-1)
 
-    asked, old = Objective(states=True), log_p()
+    states_objective, old = Objective(states=True), log_p()
     with torch.set_grad_enabled(grad):
-        model(**inputs, labels=labels, fused_head=asked)
+        model(**inputs, labels=labels, fused_head=states_objective)
     if case == "merged LoRA":
         model.unmerge_adapter()
         with torch.no_grad():
@@ -224,7 +224,7 @@ def test_states_are_of_the_model_as_it_was(case, grad):
         optimizer.step()
     out = model(
         **inputs, labels=labels,
-        fused_head=Objective(torch.ones(3), config=config, reference=asked.reference),
+        fused_head=Objective(torch.ones(3), config=config, reference=states_objective.reference),
     )  # fmt: skip
     new = log_p()
     kl = (new.exp() * (new - old)).sum(-1)[mask].mean()
@@ -235,9 +235,9 @@ def test_states_are_of_the_model_as_it_was(case, grad):
 
 def test_a_frozen_head_is_not_copied():
     model, inputs, labels = with_head(family_model("qwen2").requires_grad_(False))
-    asked = Objective(states=True)
-    model(**inputs, labels=labels, fused_head=asked)
-    assert asked.reference.head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+    states_objective = Objective(states=True)
+    model(**inputs, labels=labels, fused_head=states_objective)
+    assert states_objective.reference.head.weight.data_ptr() == model.lm_head.weight.data_ptr()
 
 
 def test_cross_entropy_beside_the_loss():
@@ -252,14 +252,14 @@ def test_cross_entropy_beside_the_loss():
     ce_weights[~scored] = 0.0
     spoken[:, -1] = False
     loss = grpo_loss(logps, advantages, scored & spoken).loss - (ce_weights * logps).sum()
-    wanted = gradients_of(model, loss)
+    expected_grads = gradients_of(model, loss)
     attach_fused_head(model)
     objective = Objective(advantages, mask=spoken, ce_weights=ce_weights)
     out = model(**inputs, labels=labels, fused_head=objective)
     torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)
     assert torch.equal(out.mask, (scored & spoken) | (ce_weights != 0))
     assert (out.logps[out.mask] != 0).all() and out.metrics["ce_tokens"] == (ce_weights != 0).sum()
-    assert_same_gradients(gradients_of(model, out.loss), wanted)
+    assert_same_gradients(gradients_of(model, out.loss), expected_grads)
     with pytest.raises(ValueError, match="advantages: expected a tensor, as ce_weights came"):
         Objective(ce_weights=ce_weights)
     everywhere = Objective(advantages, ce_weights=torch.ones_like(ce_weights))
@@ -271,8 +271,8 @@ def test_labels_shifted_already():
     model, inputs, labels = with_head()
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     out = model(**inputs, shift_labels=shifted, fused_head=True)
-    wanted = model(**inputs, labels=labels, fused_head=True)
-    torch.testing.assert_close(out.logps[:, :-1], wanted.logps)
+    unshifted = model(**inputs, labels=labels, fused_head=True)
+    torch.testing.assert_close(out.logps[:, :-1], unshifted.logps)
 
 
 def test_otherwise_the_model_is_as_it_was():
@@ -301,22 +301,22 @@ def test_otherwise_the_model_is_as_it_was():
 
 def test_gradient_checkpointing():
     model, inputs, labels = with_head(make_model("llama").train())
-    wanted = gradients_of(model, model(**inputs, labels=labels, fused_head=True).logps.sum())
+    expected = gradients_of(model, model(**inputs, labels=labels, fused_head=True).logps.sum())
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    mine = gradients_of(model, model(**inputs, labels=labels, fused_head=True).logps.sum())
-    assert_same_gradients(mine, wanted, 1e-5)
+    actual = gradients_of(model, model(**inputs, labels=labels, fused_head=True).logps.sum())
+    assert_same_gradients(actual, expected, 1e-5)
 
 
 def test_load_balancing_of_experts():
-    """Its loss is the model's own, whether arguments come by name or by position."""
+    """The auxiliary loss is the model's, whether arguments come by name or by position."""
     model = family_model("mixtral")
     inputs, labels = batch_of()
-    own = model(**inputs, labels=labels)
+    plain = model(**inputs, labels=labels)
     attach_fused_head(model)
     by_name = model(**inputs, labels=labels, fused_head=True)
     by_position = model(*inputs.values(), labels=labels, fused_head=True)
     for out in (by_name, by_position):
-        torch.testing.assert_close(out.aux_loss, own.aux_loss)
+        torch.testing.assert_close(out.aux_loss, plain.aux_loss)
         torch.testing.assert_close(out.logps, by_name.logps)
         assert out.aux_loss.requires_grad
 
@@ -325,16 +325,16 @@ def test_accelerate_leaves_it_alone():
     """PEFT unwraps a forward by `__wrapped__`, and reads its signature."""
     from accelerate.utils import extract_model_from_parallel
 
-    own = inspect.signature(make_model("llama").forward)
+    signature = inspect.signature(make_model("llama").forward)
     model, inputs, labels = with_head()
-    assert inspect.signature(model.forward) == own
+    assert inspect.signature(model.forward) == signature
     for keep in (True, False):
         unwrapped = extract_model_from_parallel(model, keep_fp32_wrapper=keep)
         assert unwrapped(**inputs, labels=labels, fused_head=True).logps is not None
 
 
 def test_a_softcap_of_a_model_without_a_mask():
-    """Of xLSTM, at 30: small logits do not show it."""
+    """The softcap of xLSTM is 30: small logits do not show it."""
     config = transformers.xLSTMConfig(
         vocab_size=V, hidden_size=32, embedding_dim=32, num_hidden_layers=2, num_blocks=2,
         num_heads=2, chunk_size=16,
@@ -347,9 +347,9 @@ def test_a_softcap_of_a_model_without_a_mask():
     with torch.no_grad():
         model.lm_head.weight.mul_(60.0 / model(**ids).logits.abs().max())
         assert model(**ids).logits.abs().max() > 20.0
-        wanted, _, _ = expected(model, {"input_ids": ids["input_ids"]}, labels)
+        expected_logps, _, _ = expected(model, {"input_ids": ids["input_ids"]}, labels)
         out = model(input_ids=ids["input_ids"], labels=labels, fused_head=True)
-    torch.testing.assert_close(out.logps, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.logps, expected_logps, rtol=1e-4, atol=1e-4)
 
 
 def test_vision_language_model():
@@ -369,7 +369,7 @@ def test_lora(kind, when):
     assert any("lm_head" in name for name in trained) == (kind != "body")
     inputs, labels = batch_of()
     logps = model(**inputs, labels=labels, fused_head=True).logps
-    # As the reference: adapters off.
+    # The reference: adapters off.
     with model.disable_adapter(), torch.no_grad():
         reference, _, _ = expected(model, inputs, labels)
         out = model(**inputs, labels=labels, fused_head=True)
@@ -407,9 +407,9 @@ def test_bf16_with_a_float32_head():
     states = model.model(**inputs, use_cache=False).last_hidden_state[:, :-1].double()
     log_p = (states @ model.lm_head.weight.double().T).log_softmax(-1)
     mask = labels[:, 1:] != -100
-    wanted = log_p.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0] * mask
+    expected_logps = log_p.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0] * mask
     out = model(**inputs, labels=labels, fused_head=True)
-    torch.testing.assert_close(out.logps.double(), wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(out.logps.double(), expected_logps, rtol=1e-5, atol=1e-4)
 
 
 def test_a_body_by_another_name_than_the_model_says():

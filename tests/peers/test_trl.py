@@ -51,7 +51,7 @@ def sampler_s_mismatch(level):
 
 
 def a_tool_s_words(trainer, inputs):
-    """Which have a mask of their own, and other tokens an advantage each."""
+    """Masks out a tool's tokens, and gives the other tokens an advantage each."""
     spoken = torch.ones_like(inputs["completion_mask"])
     spoken[:, 2:4] = 0
     g = torch.Generator().manual_seed(1)
@@ -127,9 +127,9 @@ def test_the_same_run(case, tmp_path):
         pytest.skip("refused")
     options = CASES[case]
     theirs = trained(GRPOTrainer, tmp_path / "theirs", **options)
-    mine = trained(FusedGRPOTrainer, tmp_path / "mine", **options)
-    assert_same_run(mine, theirs)
-    log = mine[1]
+    actual = trained(FusedGRPOTrainer, tmp_path / "mine", **options)
+    assert_same_run(actual, theirs)
+    log = actual[1]
     if "family" not in options:
         lengths = (row.get("completions/min_length", 6) for row in log)
         assert min(lengths) < 6, "nothing was padded"
@@ -171,24 +171,24 @@ def test_a_loss_of_one_s_own_that_is_trls(name, tmp_path):
     if DIVIDES_BY_BATCH and name != "dr_grpo":
         pytest.skip("TRL divides by the batch")
     options, loss = OWN_LOSSES[name]
-    mine = {**options, "loss_type": "dapo", "loss": loss}  # TRL's default, which is left out
-    mine = trained(FusedGRPOTrainer, tmp_path / "mine", **mine, **TWICE)
-    assert_same_run(mine, trained(GRPOTrainer, tmp_path / "theirs", **options, **TWICE))
+    own_loss = {**options, "loss_type": "dapo", "loss": loss}  # TRL's default, which is left out
+    actual = trained(FusedGRPOTrainer, tmp_path / "mine", **own_loss, **TWICE)
+    assert_same_run(actual, trained(GRPOTrainer, tmp_path / "theirs", **options, **TWICE))
 
 
 def test_a_loss_of_one_s_own_that_is_another(tmp_path):
-    """Of sequences, in two passes: TRL trains the same by another option, and logs its own."""
+    """A sequence-level loss takes two passes, and equals TRL's option of sequence-level ratios."""
     loss = Clip(aggregation="grpo", ratio_level="sequence")
     losses, log, weights = trained(FusedGRPOTrainer, tmp_path / "mine", loss=loss, **TWICE)
     options = {"loss_type": "grpo", **TWICE}
-    of_sequences = {**options, "importance_sampling_level": "sequence"}
-    expected = trained(GRPOTrainer, tmp_path / "theirs", **of_sequences)
+    sequence_options = {**options, "importance_sampling_level": "sequence"}
+    expected = trained(GRPOTrainer, tmp_path / "theirs", **sequence_options)
     torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-5)
     for key, weight in expected[2].items():
         torch.testing.assert_close(weights[key], weight, rtol=1e-4, atol=1e-5, msg=key)
     assert [row.keys() for row in log] == [row.keys() for row in expected[1]]
-    others = trained(GRPOTrainer, tmp_path / "plain", **options)[2]
-    assert any(not torch.equal(weights[key], x) for key, x in others.items())
+    plain_weights = trained(GRPOTrainer, tmp_path / "plain", **options)[2]
+    assert any(not torch.equal(weights[key], x) for key, x in plain_weights.items())
 
 
 class OfLogits(GRPOTrainer):
@@ -203,8 +203,8 @@ class OfLogits(GRPOTrainer):
         )
         mask, T = inputs["completion_mask"], inputs["completion_ids"].shape[1]
 
-        def log_p(its):
-            logits = its(ids, attention_mask=masks).logits[:, -T - 1 : -1]
+        def log_p(any_model):
+            logits = any_model(ids, attention_mask=masks).logits[:, -T - 1 : -1]
             return (logits / self.temperature).log_softmax(-1)
 
         if self.ref_model is not None:
@@ -215,8 +215,8 @@ class OfLogits(GRPOTrainer):
                 t = log_p(model)
         s = log_p(model)
         kl = (s.exp() * (s - t)).sum(-1) * mask
-        of_sequences = kl.sum(1) / mask.sum(1).clamp(min=1)
-        return loss + beta * of_sequences.mean() / self.current_gradient_accumulation_steps
+        sequence_kl = kl.sum(1) / mask.sum(1).clamp(min=1)
+        return loss + beta * sequence_kl.mean() / self.current_gradient_accumulation_steps
 
 
 @pytest.mark.skipif(ASKS_FOR_LOGITS, reason="its log-probs come from logits, too")
@@ -254,12 +254,12 @@ def test_a_compiled_model_has_its_calls_between_graphs(tmp_path):
     counters = torch._dynamo.utils.counters
     counters.clear()
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    mine = trained(FusedGRPOTrainer, tmp_path / "mine", **options, **TWICE)
+    actual = trained(FusedGRPOTrainer, tmp_path / "mine", **options, **TWICE)
     assert counters["graph_break"] and all(
         "`fused_grpo_loss`" in x for x in counters["graph_break"]
     )
     assert counters["frames"]["total"] == counters["frames"]["ok"]
-    assert_same_run(mine, trained(GRPOTrainer, tmp_path / "theirs", **TWICE))
+    assert_same_run(actual, trained(GRPOTrainer, tmp_path / "theirs", **TWICE))
 
 
 @pytest.mark.parametrize("size", (2, 4))
@@ -277,17 +277,17 @@ def test_ratios_of_equal_weights_are_exactly_1(size, tmp_path):
 
 def test_patched(tmp_path):
     theirs = trained(GRPOTrainer, tmp_path / "a")
-    own = GRPOTrainer._compute_loss
+    original = GRPOTrainer._compute_loss
     with patch_trl():
-        assert GRPOTrainer._compute_loss is not own
+        assert GRPOTrainer._compute_loss is not original
         assert_same_run(trained(GRPOTrainer, tmp_path / "b"), theirs)
-    assert GRPOTrainer._compute_loss is own
+    assert GRPOTrainer._compute_loss is original
     patched = patch_trl(execution=Execution(matmul=(product := MagicMock(wraps=torch.mm))))
     assert_same_run(trained(GRPOTrainer, tmp_path / "c"), theirs)
     assert product.called
     patched.undo()
     patched.undo()
-    assert GRPOTrainer._compute_loss is own
+    assert GRPOTrainer._compute_loss is original
 
 
 def test_lora_on_the_head_is_trained(tmp_path):
@@ -321,16 +321,16 @@ def test_a_loss_that_is_not_known_is_refused(tmp_path):
         def _compute_loss(self, model, inputs):
             return super()._compute_loss(model, inputs)
 
-    own = GRPOTrainer._compute_loss
+    original = GRPOTrainer._compute_loss
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GRPOTrainer, "_compute_loss", lambda *args: 2 * own(*args) + 0.1)
+        patch.setattr(GRPOTrainer, "_compute_loss", lambda *args: 2 * original(*args) + 0.1)
         with pytest.raises(RuntimeError, match="loss: expected TRL's"):
             trained(Other, tmp_path)
 
 
 @pytest.mark.parametrize("entry", ("subclass", "patch"))
 def test_a_trl_that_calls_no_name_of_ours_is_refused(entry, tmp_path):
-    """Its own loss and head would train, without a word."""
+    """Otherwise TRL's loss and head would train silently."""
 
     def construct():
         with patch_trl() if entry == "patch" else nullcontext():
@@ -351,11 +351,13 @@ def test_a_trl_that_calls_no_name_of_ours_is_refused(entry, tmp_path):
         with pytest.raises(RuntimeError, match=r"trl: expected .*\.add_fused_lm_head; got"):
             construct()
     with pytest.MonkeyPatch.context() as patch:  # a constructor that has it from elsewhere
-        own = GRPOTrainer.__init__
-        globals_ = {**vars(grpo_trainer)}
-        init = FunctionType(own.__code__, globals_, own.__name__, own.__defaults__, own.__closure__)
-        init.__kwdefaults__ = own.__kwdefaults__
-        patch.setattr(GRPOTrainer, "__init__", init)
+        init = GRPOTrainer.__init__
+        names = {**vars(grpo_trainer)}
+        moved = FunctionType(
+            init.__code__, names, init.__name__, init.__defaults__, init.__closure__
+        )
+        moved.__kwdefaults__ = init.__kwdefaults__
+        patch.setattr(GRPOTrainer, "__init__", moved)
         with pytest.raises(RuntimeError, match="whose GRPOTrainer calls add_fused_lm_head; got"):
             construct()
 
@@ -392,30 +394,30 @@ REFUSED = {
         "delta: expected None, TRL's default, with a loss of your own",
     ),
     "a name": ({"loss": "dapo"}, "loss: expected a loss or a callable"),
-    # Of old versions of TRL alone: newer ones leave padding out, and deprecate the other head.
+    # Old versions of TRL only: newer ones skip padding, and deprecate the other head.
     **({"padding": ({"loss_type": "luspo"}, "whose luspo trains padding; got 'luspo'")}
        if DIVIDES_BY_BATCH else {}),
     **({"another head": ({"use_liger_kernel": True}, "use_liger_kernel: expected False")}
        if ASKS_FOR_LOGITS else {}),
 }  # fmt: skip
-OF_HEAD = {
+HEAD_REFUSED = {
     "execution": ({"execution": "torch"}, "execution: expected an Execution; got 'torch'"),
     "logits_dtype": ({"logits_dtype": "bf16"}, "logits_dtype: expected 'fp32' or 'model'"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED | OF_HEAD)
+@pytest.mark.parametrize("case", REFUSED | HEAD_REFUSED)
 def test_what_is_refused(case, tmp_path):
-    options, message = (REFUSED | OF_HEAD)[case]
+    options, message = (REFUSED | HEAD_REFUSED)[case]
     with pytest.raises((TypeError, ValueError), match=message):
         trained(FusedGRPOTrainer, tmp_path, **options)
-    if case in OF_HEAD:
+    if case in HEAD_REFUSED:
         with pytest.raises((TypeError, ValueError), match=message):
             patch_trl(**options)
 
 
-# What `_compute_loss` reads beside the options of a loss; all but the first are TRL's to act on.
-NOT_OF_A_LOSS = {
+# Options that `_compute_loss` reads and that are none of a loss; TRL acts on all but the first.
+NO_LOSS_OPTIONS = {
     "beta", "use_bias_correction_kl", "max_completion_length", "entropy_coef", "entropy_coef_delta",
     "entropy_coef_max", "entropy_coef_min", "entropy_target", "use_adaptive_entropy",
     "router_aux_loss_coef", "steps_per_generation", "use_vllm",
@@ -427,7 +429,7 @@ def test_options_that_a_loss_of_one_s_own_leaves_out_are_refused():
     defaults = {option.name: option.default for option in fields(GRPOConfig)}
     source = inspect.getsource(GRPOTrainer._compute_loss)
     read = {name for name in defaults if re.search(rf"self\.(args\.)?{name}\b", source)}
-    assert read - NOT_OF_A_LOSS <= OF_TRLS_LOSS.keys()
+    assert read - NO_LOSS_OPTIONS <= OF_TRLS_LOSS.keys()
     assert {"epsilon", "delta", "loss_type", "sapo_temperature_neg"} <= OF_TRLS_LOSS.keys()
     for name in OF_TRLS_LOSS:
         args = SimpleNamespace(**{x: defaults[x] for x in OF_TRLS_LOSS})

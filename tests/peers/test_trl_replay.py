@@ -27,9 +27,9 @@ LORA = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["body"])
 
 def compare(tmp_path, **options):
     theirs = trained(MaskedGRPOTrainer, tmp_path / "theirs", **options)
-    mine = trained(FusedGRPOTrainer, tmp_path / "mine", replay_support=True, **options)
-    assert_same_run(mine, theirs)
-    return mine
+    actual = trained(FusedGRPOTrainer, tmp_path / "mine", replay_support=True, **options)
+    assert_same_run(actual, theirs)
+    return actual
 
 
 CASES = {
@@ -42,7 +42,7 @@ CASES = {
     # Through log-probs that are differentiated.
     "vespo": TOP_P | {"loss_type": "vespo", **FOUR},
     "top_entropy, kl": TOP_P | {"top_entropy_quantile": 0.4, "beta": 0.1, **FOUR},
-    # It samples in between the steps that one generation serves.
+    # Sampling in between steps that share a generation.
     "evaluation, cut": TOP_P | {"evaluate": True, "mask_truncated_completions": True, **FOUR},
     # The reference is the model with its adapters off.
     "lora": TOP_P | {"peft_config": LORA, "beta": 0.1, **TWICE},
@@ -71,9 +71,9 @@ def test_the_first_ratio_is_one(tmp_path):
 
     class Watched(FusedGRPOTrainer):
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            self.logps = found[0]
-            return found
+            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            self.logps = result[0]
+            return result
 
         def _compute_loss(self, model, inputs):
             loss = super()._compute_loss(model, inputs)
@@ -129,15 +129,15 @@ class FakeLLM:
 
     @torch.no_grad()
     def request(self, prompt, sampling):
-        ids, kept, logprobs = list(prompt), [], []
-        while len(kept) < sampling.max_tokens:
+        ids, token_sets, logprobs = list(prompt), [], []
+        while len(token_sets) < sampling.max_tokens:
             scores = self.model(torch.tensor([ids])).logits[:, -1].float()
             for name, warper, off in WARPERS:
                 if getattr(sampling, name) != off:
                     scores = warper(getattr(sampling, name))(None, scores)
             log_p = scores.log_softmax(-1)[0]
             token = int(torch.multinomial(log_p.exp(), 1))
-            kept.append((scores[0] > -torch.inf).nonzero()[:, 0].tolist())
+            token_sets.append((scores[0] > -torch.inf).nonzero()[:, 0].tolist())
             rank = int((log_p >= log_p[token]).sum())
             logprobs.append({token: SimpleNamespace(logprob=float(log_p[token]), rank=rank)})
             ids.append(token)
@@ -146,7 +146,7 @@ class FakeLLM:
         output = SimpleNamespace(
             token_ids=ids[len(prompt) :],
             logprobs=logprobs,
-            sampling_mask=SimpleNamespace(token_ids=kept) if self.masks else None,
+            sampling_mask=SimpleNamespace(token_ids=token_sets) if self.masks else None,
         )
         return SimpleNamespace(prompt_token_ids=prompt, outputs=[output])
 
@@ -173,8 +173,8 @@ def test_the_same_run_with_masks_of_vllm(vllm, tmp_path):
 def test_outputs_of_a_group_of_ranks():
     """Each has the outputs of all, in the order of the ranks."""
     outputs = [
-        SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=kept))
-        for kept in ([[1]], [[2]], [[3, 4], [5]], [[6]])
+        SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=token_sets))
+        for token_sets in ([[1]], [[2]], [[3, 4], [5]], [[6]])
     ]
     (first, second) = _mask_supports(outputs, [[4, 5], [6]], rank=1)
     assert first[0].tolist() == [3, 4, 5] and first[1].tolist() == [0, 2, 3]

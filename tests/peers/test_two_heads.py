@@ -5,10 +5,10 @@ import torch
 
 from grpo_kernels import Reference, fused_distillation_loss
 
-KINDS = {0.0: "forward", 0.3: "jsd", 1.0: "reverse"}  # of the peers' beta
+KINDS = {0.0: "forward", 0.3: "jsd", 1.0: "reverse"}  # by the peers' beta
 
 
-def of_peer(peer, hidden, weight, other, targets, beta):
+def peer_loss(peer, hidden, weight, other, targets, beta):
     """The mean over tokens whose target is not -100."""
     if peer == "TRL":
         gkd = pytest.importorskip("trl.experimental.gkd", reason="needs the extra 'peers'")
@@ -31,16 +31,16 @@ def test_equal(peer, beta):
     weight, head = torch.randn(257, 24, generator=g), torch.randn(257, 40, generator=g)
     mask = torch.rand(3, 7, generator=g) < 0.7
     targets = torch.randint(257, (3, 7), generator=g).masked_fill(~mask, -100)
-    other, found = Reference(states, head / 2), {}
+    other, results = Reference(states, head / 2), {}
     for name in ("ours", peer):
         leaves = [hidden.clone().requires_grad_(), (weight / 2).requires_grad_()]
         if name == "ours":
-            kind, its = KINDS[beta], {"beta": beta} if 0 < beta < 1 else {}
-            loss = fused_distillation_loss(*leaves, other, mask, kind=kind, **its).loss
+            kind, options = KINDS[beta], {"beta": beta} if 0 < beta < 1 else {}
+            loss = fused_distillation_loss(*leaves, other, mask, kind=kind, **options).loss
         else:
-            loss = of_peer(peer, *leaves, other, targets, beta)
+            loss = peer_loss(peer, *leaves, other, targets, beta)
         loss.backward()
-        found[name] = [loss.detach(), *(x.grad for x in leaves)]
-    for ours, theirs in zip(found["ours"], found[peer], strict=True):
+        results[name] = [loss.detach(), *(x.grad for x in leaves)]
+    for ours, theirs in zip(results["ours"], results[peer], strict=True):
         assert theirs.norm() > 0
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

@@ -21,7 +21,7 @@ WORD = 4  # bytes
 
 
 class _Copy(NamedTuple):
-    """One instruction's copies that are still to be waited for, one per thread."""
+    """Pending copies of one instruction, one per thread."""
 
     instruction: Instruction
     address: np.ndarray  # of all threads
@@ -31,7 +31,7 @@ class _Copy(NamedTuple):
     values: np.ndarray  # [n, words]
 
     def of(self, some: np.ndarray) -> _Copy:
-        """Those of some of its threads."""
+        """Returns the copies of some of the threads."""
         parts = (x[some] for x in (self.lanes, self.groups, self.offsets, self.values))
         return _Copy(self.instruction, self.address, *parts)
 
@@ -66,10 +66,10 @@ class Copies:
         if long.any():
             m.report("copy of more than it writes", i, m.ids[lanes[long]], f"of {size} bytes")
         values = np.zeros((len(lanes), words), np.uint32)
-        whole = sizes >= size
-        values[whole] = m.access(i, source, lanes[whole], WORD, words, None, False)
+        full = sizes >= size
+        values[full] = m.access(i, source, lanes[full], WORD, words, None, False)
         for word in range(words - 1):
-            part = ~whole & (sizes > WORD * word)
+            part = ~full & (sizes > WORD * word)
             if part.any():
                 at = source + np.uint64(WORD * word)
                 values[part, word] = m.access(i, at, lanes[part], WORD, 1, None, False)[:, 0]
@@ -102,11 +102,11 @@ class Copies:
         """The copies that threads have begun are a group."""
         self.groups[... if on is None else on] += 1
 
-    def wait(self, left: int, on: np.ndarray | None) -> None:
-        """Writes what threads have copied, but for their last `left` groups; -1: all."""
+    def wait(self, pending: int, on: np.ndarray | None) -> None:
+        """Writes what threads have copied, except their last `pending` groups; -1: all."""
         begun, self.begun = self.begun, []
         for copy in begun:
-            ends = self.groups[copy.lanes] - copy.groups > left
+            ends = self.groups[copy.lanes] - copy.groups > pending
             if on is not None:
                 ends &= on[copy.lanes]
             if ends.any():

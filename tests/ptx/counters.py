@@ -1,4 +1,4 @@
-"""What a profiler counts, per launch: instructions, memory in sectors, conflicts, divergence.
+"""Counters of a profiler, per launch: instructions, sectors, bank conflicts, divergence.
 
 Units are warps, as on a GPU: an instruction counts once per warp that executes it.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 SECTOR = 32  # bytes that memory moves at least
 _BANKS, _BANK_BYTES = 32, 4
-# By what begins the opcode, the first that fits.
+# Kind by prefix of the opcode; the first that matches counts.
 KINDS = (
     ("global load", r"ld\.global"), ("global store", r"st\.global"),
     ("asynchronous copy", r"cp\.async"), ("tensor core", r"mma"),
@@ -31,28 +31,28 @@ def kind_of(opcode: str) -> str:
 
 @dataclass
 class Traffic:
-    """What loads, or stores, of one memory moved."""
+    """Traffic of the loads, or of the stores, of one memory."""
 
     requests: int = 0  # of warps
-    asked: int = 0  # bytes, each once per request
+    requested: int = 0  # bytes, each once per request
     sectors: int = 0
     conflicts: int = 0  # of banks: turns beyond those that the bytes need
 
     @property
     def efficiency(self) -> float:
-        """The part of what was moved that was asked for."""
-        return self.asked / (SECTOR * self.sectors) if self.sectors else 1.0
+        """Returns the share of the moved bytes that were requested."""
+        return self.requested / (SECTOR * self.sectors) if self.sectors else 1.0
 
     def add(self, other: Traffic) -> None:
         self.requests += other.requests
-        self.asked += other.asked
+        self.requested += other.requested
         self.sectors += other.sectors
         self.conflicts += other.conflicts
 
 
 @dataclass
 class Counts:
-    """What launches did."""
+    """Counters of some launches."""
 
     programs: int = 0
     instructions: Counter[str] = field(default_factory=Counter)  # by kind
@@ -88,10 +88,10 @@ def traffic_of(lanes: np.ndarray, addresses: np.ndarray, size: int, *, shared: b
     Addresses that `size` divides: of any other one a load or store is a fault.
     """
     at = _by_warp(lanes, addresses)
-    requests, asked = len(at), _distinct(at) * size
+    requests, requested = len(at), _distinct(at) * size
     if shared:
-        return Traffic(requests, asked, 0, _conflicts(at, size))
-    return Traffic(requests, asked, _distinct(at // np.uint64(SECTOR)))
+        return Traffic(requests, requested, 0, _conflicts(at, size))
+    return Traffic(requests, requested, _distinct(at // np.uint64(SECTOR)))
 
 
 def _by_warp(lanes: np.ndarray, addresses: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ def _by_warp(lanes: np.ndarray, addresses: np.ndarray) -> np.ndarray:
 
 
 def _distinct(x: np.ndarray) -> int:
-    """How many different values the rows have, added up over the rows."""
+    """Returns the number of distinct values per row, summed over the rows."""
     x = np.sort(x, axis=1)
     return len(x) + int((x[:, 1:] != x[:, :-1]).sum())
 
@@ -114,7 +114,7 @@ def _conflicts(at: np.ndarray, size: int) -> int:
     # Half a warp for 8 bytes, a quarter for 16.
     word = (at.astype(np.int64) // _BANK_BYTES)[:, :, None] + np.arange(words)
     word = np.sort(word.reshape(-1, _BANKS), axis=1)
-    # One word that several threads ask for is one.
+    # A word that several threads request counts once.
     new = np.ones(word.shape, bool)
     new[:, 1:] = word[:, 1:] != word[:, :-1]
     bank = word % _BANKS + _BANKS * np.arange(len(word))[:, None]

@@ -1,7 +1,7 @@
-"""From instructions of PTX to Python functions of a `Machine`, on arrays of threads.
+"""Translates instructions of PTX to Python functions of a `Machine`, on arrays of threads.
 
 Arithmetic is looked up in `operations`; here are operands, memory, what moves between the threads
-of a warp, barriers and branches. What is not known is refused by name.
+of a warp, barriers and branches. Unknown opcodes are refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 END = 1 << 30  # where threads are that have returned
-# All that is understood beside arithmetic: full opcodes, of `ld` and `st` as patterns.
+# Supported opcodes other than arithmetic; those of `ld` and `st` are patterns.
 _WIDTHS = "b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64"
 _CACHED = r"(\.(ca|cg|cs|wt|wb|nc|L1::evict_(first|last|normal|unchanged)|L1::no_allocate))*"
 MEMORY = re.compile(rf"(ld|st)\.(global{_CACHED}|shared(::cta)?)(\.v[248])?\.({_WIDTHS})")
@@ -38,8 +38,8 @@ OTHERS = {
     "bar.sync", "barrier.sync", "bar.warp.sync", "bra", "bra.uni", "ret", "exit", "trap",
     "call.uni", "call", "cvta.global.u64", "cvta.to.global.u64",
 }  # fmt: skip
-# Of which no thread may be left out by a guard.
-_OF_ALL_THREADS = ("bar", "barrier", "redux", "ldmatrix", "stmatrix", "mma")
+# A guard may leave no thread of a warp out of these.
+_WHOLE_WARP = ("bar", "barrier", "redux", "ldmatrix", "stmatrix", "mma")
 _U64 = np.uint64
 _SPECIAL = re.compile(r"%(n?tid|n?ctaid)\.[xyz]|%laneid")
 
@@ -155,7 +155,7 @@ class Decoder:
 
     def _decode(self, i: Instruction) -> Step:
         base, *mods = i.op.split(".")
-        if not is_known(i.op) or (i.guard and base in _OF_ALL_THREADS):
+        if not is_known(i.op) or (i.guard and base in _WHOLE_WARP):
             raise NotImplementedError(f"{i.op}, in {i} at {i.place}")
         if base == "mov" and any(text.startswith("{") for text in i.operands):
             return self._packed(i, mods[-1])
@@ -217,9 +217,9 @@ class Decoder:
 
     def _setp(self, i: Instruction, mods: list[str]) -> Step:
         kind, compare = comparison(i.op)
-        to, *others = i.operands
+        to, *sources = i.operands
         write, mask = self._write(to, "pred"), self._mask(i)
-        a, b = (self._read(o, kind) for o in others)
+        a, b = (self._read(o, kind) for o in sources)
         return lambda m: write(m, compare(a(m), b(m)), mask(m))
 
     # Memory
@@ -276,11 +276,11 @@ class Decoder:
         return store
 
     def _address(self, text: str) -> Read:
-        found = re.fullmatch(r"\[\s*([\w$%.]+)\s*(?:([+-])\s*(-?\d+))?\s*\]", text)
-        if found is None:
+        match = re.fullmatch(r"\[\s*([\w$%.]+)\s*(?:([+-])\s*(-?\d+))?\s*\]", text)
+        if match is None:
             raise NotImplementedError(f"address {text}")
-        base = self._read(found[1], "b64")
-        offset = int(found[3] or 0) * (-1 if found[2] == "-" else 1)
+        base = self._read(match[1], "b64")
+        offset = int(match[3] or 0) * (-1 if match[2] == "-" else 1)
         shift = np.uint64(offset & ((1 << 64) - 1))
         return lambda m: base(m) + shift
 
@@ -295,8 +295,8 @@ class Decoder:
         if mods[1] == "commit_group":
             return lambda m: m.copies.commit(mask(m))
         if mods[1].startswith("wait"):
-            left = int(i.operands[0], 0) if i.operands else -1
-            return lambda m: m.copies.wait(left, mask(m))
+            pending = int(i.operands[0], 0) if i.operands else -1
+            return lambda m: m.copies.wait(pending, mask(m))
         target, source = (self._address(text) for text in i.operands[:2])
         size = self._read(i.operands[-1], "b32")  # of the source; zeros for the rest
         written = int(i.operands[2], 0)
@@ -351,8 +351,8 @@ class Decoder:
         def reduction(m: Machine) -> None:
             m.whole_warps(i)
             value = np.broadcast_to(read(m), m.lanes.shape).reshape(-1, 32)
-            found = reduce.reduce(value, 1, dtype=value.dtype)
-            write(m, np.repeat(found, 32), m.mask)
+            reduced = reduce.reduce(value, 1, dtype=value.dtype)
+            write(m, np.repeat(reduced, 32), m.mask)
 
         return reduction
 

@@ -1,4 +1,4 @@
-"""What Triton asks of a driver, answered without a GPU: it compiles as ever, we run the PTX."""
+"""Triton driver without a GPU: Triton compiles as always, and the emulator runs the PTX."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SanitizerError(AssertionError):
-    """A launch did what a GPU would not forgive."""
+    """Findings of a launch, raised where checks are strict."""
 
 
 @dataclass
 class Settings:
-    """What launches are checked for, and what they have been so far."""
+    """Checks that launches run under, and statistics of the launches so far."""
 
     races: bool = True
     strict_warps: bool = False  # see `races`
@@ -79,16 +79,16 @@ class _Launcher:
         began = time.perf_counter()
         program = _parsed(function if settings.edit is None else settings.edit(function))
         pairs = zip(self.signature.items(), args, strict=True)
-        given = [(name, kind, value) for (name, kind), value in pairs if kind != "constexpr"]
+        items = [(name, kind, value) for (name, kind), value in pairs if kind != "constexpr"]
         arguments: dict[str, int] = {}
         machine = Machine(
             program, self.shared, arguments, (x, y, z), races=settings.races,
             strict_warps=settings.strict_warps, error=settings.error, order=settings.order,
             counted=settings.counted[program.name] if settings.counts else None,
         )  # fmt: skip
-        addresses = _place(machine.memory, [(name, v) for name, kind, v in given if kind[0] == "*"])
+        addresses = _place(machine.memory, [(name, v) for name, kind, v in items if kind[0] == "*"])
         values = [addresses[name] if name in addresses else _bits(kind, value)
-                  for name, kind, value in given]  # fmt: skip
+                  for name, kind, value in items]  # fmt: skip
         # Triton adds pointers to scratch memory, which kernels here do not have.
         scratch = [0] * (len(program.params) - len(values))
         arguments.update(zip(program.params, [*values, *scratch], strict=True))
@@ -98,17 +98,17 @@ class _Launcher:
         else:
             blocks = settings.blocks((x, y, z))
         machine.run(blocks)
-        found = list(machine.findings.values())
+        faults = list(machine.findings.values())
         for place in self.without_other:
             # 0 in the PTX of NVIDIA, today; Triton's language leaves it open.
-            found.append(Finding("masked load without other", self.name, place, "tt.load", 1, "-"))
-        settings.findings += found
+            faults.append(Finding("masked load without other", self.name, place, "tt.load", 1, "-"))
+        settings.findings += faults
         settings.launches[program.name] += 1
         settings.opcodes.update(i.op for i in program.instructions)
         settings.executed += machine.executed
         settings.seconds += time.perf_counter() - began
-        if found and settings.strict:
-            raise SanitizerError("\n".join(map(str, found)))
+        if faults and settings.strict:
+            raise SanitizerError("\n".join(map(str, faults)))
 
 
 def _bits(kind: str, value: Any) -> int:
@@ -123,11 +123,11 @@ def _bits(kind: str, value: Any) -> int:
 
 def _place(memory: Memory, pointers: list[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Gives each storage a region and each argument its address; marks what its tensors have."""
-    of_storage: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, tensor in pointers:
-        of_storage[tensor.untyped_storage().data_ptr()].append((name, tensor))
+        by_storage[tensor.untyped_storage().data_ptr()].append((name, tensor))
     addresses = {}
-    for start, named in of_storage.items():
+    for start, named in by_storage.items():
         tensors = [tensor for _, tensor in named]
         raw = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage()).numpy()
         unit = min(tensor.element_size() for tensor in tensors)
@@ -168,18 +168,18 @@ def _ptx_only(
 
 
 def _loads_without_other(ttir: str) -> list[str]:
-    """Where loads have a mask and nothing for the masked elements."""
+    """Returns the source lines of masked loads without an `other` value."""
     places = dict(re.findall(r'^#(loc\d*) = loc\("([^"]*":\d+):\d+\)', ttir, re.M))
     named = re.findall(r'^#(loc\d*) = loc\((?:"[^"]*"\(|callsite\()#(loc\d*)', ttir, re.M)
     inner = dict(named)
     loads = re.findall(r"tt\.load ([^:{]*?)(?: \w+ = .*?)? : .* loc\(#(loc\d*)\)", ttir)
-    found = []
+    lines = []
     for operands, place in loads:
         if operands.count(",") == 1:
             while place in inner:
                 place = inner[place]
-            found.append(places.get(place, "?").rsplit("/", 1)[-1].replace('"', ""))
-    return found
+            lines.append(places.get(place, "?").rsplit("/", 1)[-1].replace('"', ""))
+    return lines
 
 
 class EmulatedDriver(DriverBase):
@@ -256,7 +256,7 @@ def mark(x: torch.Tensor) -> torch.Tensor:
 
 
 def mark_allocations(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Has torch mark what it allocates without filling it; `replace` may be a monkeypatch's."""
+    """Makes torch mark memory that it does not fill; `replace` may be a monkeypatch's."""
 
     def marked(allocate: Any) -> Any:
         return lambda *args, **kwargs: mark(allocate(*args, **kwargs))

@@ -19,7 +19,7 @@ from .memory import POISON, Finding, Memory, Region
 from .operations import unsigned
 from .parse import Instruction, Program
 
-# What an undefined 32-bit register holds, from thread to thread: no single value suits all bugs.
+# Values of an undefined 32-bit register, which vary by thread: no single value shows all bugs.
 _JUNK = np.array([0x7FC0DEAD, 0x7E967699, 0xFE967699, 0x7F800000], np.uint32)
 
 
@@ -68,8 +68,8 @@ class Machine:
                 self._run_batch()
             if self.counted is not None:
                 self.counted.programs += len(self.epochs)
-                of_blocks = self.program.threads > 32  # else those of one warp
-                self.counted.barriers += int(self.epochs.sum()) * of_blocks
+                several_warps = self.program.threads > 32  # else those of one warp
+                self.counted.barriers += int(self.epochs.sum()) * several_warps
 
     def _start(self, blocks: np.ndarray) -> None:
         threads, n = self.program.threads, len(blocks)
@@ -133,7 +133,7 @@ class Machine:
         return np.ones(len(self.lanes), bool) if self.mask is None else self.mask
 
     def _pick(self) -> None:
-        """Of the threads whose turn it is, those furthest behind go on."""
+        """Picks the threads that run next: of those whose turn it is, the furthest behind."""
         ready = (self.pcs < END) & ~self.blocked
         while not ready.any():
             self.pc = END
@@ -153,8 +153,8 @@ class Machine:
         now = turn & (self.pcs == self.pc)
         self.count = int(now.sum())
         self.mask = None if self.count == len(now) else now
-        others = turn & ~now
-        self.waiting = int(self.pcs[others].min()) if others.any() else END
+        behind = turn & ~now
+        self.waiting = int(self.pcs[behind].min()) if behind.any() else END
 
     def barrier(self, i: Instruction) -> tuple[int, np.ndarray] | None:
         """The threads wait for the others of their blocks."""
@@ -175,12 +175,12 @@ class Machine:
     def _release(self) -> None:
         """All that can run wait: each block goes on if all its threads wait at one barrier."""
         for block in np.unique(self.block[self.blocked]):
-            mine = self.block == block
-            there = self.barriers[mine & self.blocked]
-            if (there != there[0]).any() or (mine & self.exited).any():
+            members = self.block == block
+            there = self.barriers[members & self.blocked]
+            if (there != there[0]).any() or (members & self.exited).any():
                 text = "others are elsewhere"
-                self.fault("divergent barrier", self.at_barrier, mine & self.blocked, text)
-                self.pcs[mine] = END  # a GPU may wait for ever
+                self.fault("divergent barrier", self.at_barrier, members & self.blocked, text)
+                self.pcs[members] = END  # a GPU may wait for ever
             self.epochs[block] += 1
         self.blocked[:] = False
 
@@ -207,7 +207,7 @@ class Machine:
     # For instructions
 
     def junk(self, register: str) -> np.ndarray:
-        """What a register holds that nothing was written to."""
+        """Returns the content of a register that nothing was written to."""
         return self._junk[self.program.registers[register.rstrip("0123456789")]]
 
     def spread(self, values: np.ndarray, lanes: np.ndarray) -> np.ndarray:
@@ -255,7 +255,7 @@ class Machine:
     def shared_offsets(
         self, i: Instruction, where: np.ndarray, lanes: np.ndarray, size: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Where accesses are among the shared memory of all blocks, and which of them cannot be."""
+        """Returns offsets into all blocks' shared memory, and which accesses are invalid."""
         held = self.shared_bytes
         bad = (where + np.uint64(size) > held) | (where % np.uint64(size) != 0)
         if bad.any():
@@ -294,6 +294,6 @@ class Machine:
         counted.lines[i.place, i.op] += warps
         if kind == "branch" and jump is not None and jump[1] is not None:
             on = np.broadcast_to(jump[1], self.lanes.shape).reshape(-1, 32)
-            mine = self.active().reshape(-1, 32)
-            parted = (on & mine).any(1) & (~on & mine).any(1)
+            on_warps = self.active().reshape(-1, 32)
+            parted = (on & on_warps).any(1) & (~on & on_warps).any(1)
             counted.divergent_branches += int(parted.sum())

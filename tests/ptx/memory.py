@@ -25,7 +25,7 @@ _JUNK = 0xDBDB_DBDB_DBDB_DBDB  # what a load returns that faults
 
 @dataclass
 class Finding:
-    """One kind of fault of one instruction."""
+    """Fault of one kind at one instruction."""
 
     kind: str
     kernel: str
@@ -139,15 +139,15 @@ class Memory:
         if crooked.any():
             self.report("misaligned", i, ids[crooked], f"address % {size} != 0")
         places = (addresses >> np.uint64(_SHIFT)).astype(np.int64) - 1
-        found, left = [], np.ones(len(addresses), bool)
+        accesses, unresolved = [], np.ones(len(addresses), bool)
         for place in np.unique(places) if len(places) else ():
             if not 0 <= place < len(self.regions):
                 continue
             region = self.regions[place]
             offsets = (addresses - np.uint64(region.base)).astype(np.int64)
-            mine = (places == place) & (offsets >= 0) & (offsets + size <= len(region.data))
-            left &= ~mine
-            at = np.flatnonzero(mine & ~crooked)
+            inside = (places == place) & (offsets >= 0) & (offsets + size <= len(region.data))
+            unresolved &= ~inside
+            at = np.flatnonzero(inside & ~crooked)
             offsets = offsets[at]
             if region.views:
                 units = (offsets // region.unit)[:, None] + np.arange(max(1, size // region.unit))
@@ -156,11 +156,11 @@ class Memory:
                 if stray.any():
                     text = f"{region.name}, element {units[stray][0, 0]}, which no tensor has"
                     self.report("outside the view", i, ids[at][stray], text)
-            found.append((region, offsets, at))
-        if left.any():
-            text = self._nearest(int(addresses[left][0]))
-            self.report("out of bounds", i, ids[left], text)
-        return found
+            accesses.append((region, offsets, at))
+        if unresolved.any():
+            text = self._nearest(int(addresses[unresolved][0]))
+            self.report("out of bounds", i, ids[unresolved], text)
+        return accesses
 
     def _nearest(self, address: int) -> str:
         """An address, relative to the storage that it is closest to."""
@@ -196,7 +196,7 @@ class Memory:
             for kind, raced in region.history.note(access, held):
                 if raced.any():
                     unit = int(access.units[raced][0])
-                    text = f"{region.name}, element {unit}, {region.history.told(unit)}"
+                    text = f"{region.name}, element {unit}, {region.history.describe(unit)}"
                     self.report(kind, i, access.threads[raced], text)
         region.log.clear()
 

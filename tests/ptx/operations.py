@@ -1,4 +1,4 @@
-"""What the instructions of arithmetic compute, on numpy arrays with one element per thread.
+"""Arithmetic instructions on numpy arrays with one element per thread.
 
 `FORMS` is all that is understood; anything else is refused by name. Floating point is as IEEE 754
 has it, subnormal numbers included but for `.ftz`; a product and a sum that PTX leaves apart are
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# By family: the modifiers and types that it may have.
+# Modifiers and types per family of instructions.
 FORMS = {
     "abs": "f32 ftz.f32 f64 s32 s64",
     "add": "s16 s32 s64 u32 u64 f32 rn.f32 f64 f32x2 rn.f32x2 rn.f32.bf16 rn.f32.f16",
@@ -52,11 +52,11 @@ FORMS = {
     "xor": "b16 b32 b64 pred",
 }
 OPCODES = {f"{base}.{form}" for base, forms in FORMS.items() for form in forms.split()}
-_OF_NUMBERS = "eq ne lt le gt ge"
+_ORDERED = "eq ne lt le gt ge"
 COMPARISONS = {
     f"setp.{name}.{kind}"
     for names, kinds in (
-        (_OF_NUMBERS, "s16 s32 s64 u16 u32 u64 f32 f64 f16 bf16"),
+        (_ORDERED, "s16 s32 s64 u16 u32 u64 f32 f64 f16 bf16"),
         ("eq ne", "b16 b32 b64"),
         ("equ neu ltu leu gtu geu num nan", "f32 f64"),
     )
@@ -111,12 +111,12 @@ def _flushed(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < _SMALLEST, np.copysign(np.float32(0), x), x)
 
 
-def _of_flushed(compute: Compute) -> Compute:
+def _flushing(compute: Compute) -> Compute:
     """The function with subnormal numbers as 0, before and after."""
 
     def flushed(*xs: np.ndarray) -> np.ndarray:
-        found = compute(*map(_flushed, xs))
-        return _flushed(found) if found.dtype == np.float32 else found
+        result = compute(*map(_flushed, xs))
+        return _flushed(result) if result.dtype == np.float32 else result
 
     return flushed
 
@@ -146,12 +146,12 @@ def _field(a: np.ndarray, at: np.ndarray, count: np.ndarray) -> np.ndarray:
     bits, one = a.view(_UNSIGNED[size]), _UNSIGNED[size](1)
     at, count = (x.astype(np.int64) & 255 for x in (at, count))
     there = np.minimum(count, np.maximum(size - at, 0))
-    kept = np.where(there >= size, ~(one - one),
+    low = np.where(there >= size, ~(one - one),
                     (one << np.minimum(there, size - 1).astype(bits.dtype)) - one)  # fmt: skip
-    field = np.where(at < size, bits >> np.minimum(at, size - 1).astype(bits.dtype), 0 * one) & kept
+    field = np.where(at < size, bits >> np.minimum(at, size - 1).astype(bits.dtype), 0 * one) & low
     if a.dtype.kind == "i":
         last = np.minimum(np.maximum(at + count - 1, 0), size - 1).astype(bits.dtype)
-        field = np.where((bits >> last & one == one) & (count > 0), field | ~kept, field)
+        field = np.where((bits >> last & one == one) & (count > 0), field | ~low, field)
     return field.astype(bits.dtype).view(a.dtype)
 
 
@@ -207,16 +207,16 @@ class Operation(NamedTuple):
 
 
 def operation(opcode: str, count: int, error: float = 0.0) -> Operation:
-    """What an opcode with so many operands computes.
+    """Returns the operation of an opcode.
 
     Args:
         opcode: with all its modifiers.
-        count: of the operands that are read.
-        error: how much of the largest error approximations have, with a sign that depends on the
-            last operand; 0: they are rounded correctly.
+        count: operands that are read.
+        error: share of the largest allowed error that approximations have, with a sign that depends
+            on the last operand; 0: rounded correctly.
 
     Raises:
-        NotImplementedError: for what is not understood.
+        NotImplementedError: for unknown opcodes.
     """
     base, *mods = opcode.replace(".ftz", "").split(".")
     counts = (2, 3) if base in ("min", "max") else (_COUNTS.get(base, 2),)
@@ -228,7 +228,7 @@ def operation(opcode: str, count: int, error: float = 0.0) -> Operation:
     if base == "cvt":
         compute = _conversion(mods)
         flushes = ".ftz" in opcode
-        return Operation(mods[-2], (kind,) * count, _of_flushed(compute) if flushes else compute)
+        return Operation(mods[-2], (kind,) * count, _flushing(compute) if flushes else compute)
     operands = [kind] * count
     if mods[-2:-1] == ["f32"]:  # A sum in float32, of halves.
         operands = [kind] * (count - 1) + ["f32"]
@@ -236,7 +236,7 @@ def operation(opcode: str, count: int, error: float = 0.0) -> Operation:
         inner = _PLAIN[base]
         return Operation("f32", tuple(operands), lambda *x: inner(*map(raised, x[:-1]), x[-1]))
     if kind == "f32x2":
-        return Operation(kind, tuple(operands), _of_pairs(_compute(base, mods, "f32")))
+        return Operation(kind, tuple(operands), _on_pairs(_compute(base, mods, "f32")))
     result = f"{kind[0]}{2 * bits_of(kind)}" if "wide" in mods else kind
     if base in ("shl", "shr"):
         operands[1] = "u32"
@@ -250,7 +250,7 @@ def operation(opcode: str, count: int, error: float = 0.0) -> Operation:
     if error and {"approx", "full"} & set(mods):
         compute = _off(base, compute, error)
     if ".ftz" in opcode:
-        compute = _of_flushed(compute)
+        compute = _flushing(compute)
     overflows = kind == "s32" and (base in ("add", "sub") or mods[0] == "lo")
     return Operation(result, tuple(operands), compute, overflows)
 
@@ -262,9 +262,9 @@ def _compute(base: str, mods: list[str], kind: str) -> Compute:
         if is_float and "NaN" not in mods:
             pair = {"min": np.fmin, "max": np.fmax}[base]
         if is_float:
-            pair = _of_zeros(pair, base)
-        # Of two, or on newer GPUs of three.
-        return lambda a, *others: functools.reduce(pair, others, a)
+            pair = _ordering_zeros(pair, base)
+        # Two operands, or three on newer GPUs.
+        return lambda a, *rest: functools.reduce(pair, rest, a)
     if base == "div":
         return np.divide if is_float else _quotient
     if base not in ("mul", "mad"):
@@ -278,28 +278,28 @@ def _compute(base: str, mods: list[str], kind: str) -> Compute:
     return product if base == "mul" else lambda a, b, c: product(a, b) + c
 
 
-def _of_zeros(pair: Compute, base: str) -> Compute:
+def _ordering_zeros(pair: Compute, base: str) -> Compute:
     """A minimum or maximum to which -0 is less than 0."""
 
-    def of_zeros(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def ordered(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         zeros = (a == 0) & (b == 0)
         return np.where(zeros, a + b if base == "max" else -(-a - b), pair(a, b))
 
-    return of_zeros
+    return ordered
 
 
-def _of_pairs(compute: Compute) -> Compute:
+def _on_pairs(compute: Compute) -> Compute:
     """A function of floats, of two at a time in registers of 64 bits."""
 
-    def of_pairs(*xs: np.ndarray) -> np.ndarray:
+    def on_pairs(*xs: np.ndarray) -> np.ndarray:
         parts = [np.ascontiguousarray(x).view(np.float32).reshape(-1, 2) for x in xs]
         return np.ascontiguousarray(compute(*parts), np.float32).view(np.uint64).ravel()
 
-    return of_pairs
+    return on_pairs
 
 
 def _off(base: str, exact: Compute, error: float) -> Compute:
-    """As far from the exact result as the bound allows; what the manual lists is exact."""
+    """Moves results as far off as the bound allows; cases that the manual lists stay exact."""
 
     def approximate(*xs: np.ndarray) -> np.ndarray:
         x = exact(*xs)
@@ -340,13 +340,13 @@ def _saturated(x: np.ndarray, to: Any) -> np.ndarray:
     """Integral numbers as integers, the nearest there is; NaN as 0."""
     low, high = np.iinfo(to).min, np.iinfo(to).max
     inside = (x >= float(low)) & (x < float(high))
-    found = np.where(inside, x, 0).astype(to)
-    found = np.where(x < float(low), to(low), found)
-    return np.where(x >= float(high), to(high), found)
+    result = np.where(inside, x, 0).astype(to)
+    result = np.where(x < float(low), to(low), result)
+    return np.where(x >= float(high), to(high), result)
 
 
 def comparison(opcode: str) -> tuple[str, Compute]:
-    """The type of what `setp` compares, and the function; `NotImplementedError` for others."""
+    """Returns operand type and function of a `setp`; `NotImplementedError` for others."""
     if opcode not in COMPARISONS:
         raise NotImplementedError(opcode)
     _, name, kind = opcode.split(".")
@@ -356,12 +356,12 @@ def comparison(opcode: str) -> tuple[str, Compute]:
     return kind, compare
 
 
-def _compared(name: str, of_floats: bool) -> Compute:
+def _compared(name: str, is_float: bool) -> Compute:
     ordered: dict[str, Compute] = {
         "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
         "ge": np.greater_equal, "num": lambda a, b: (a == a) & (b == b),
-        # Of floats, False for NaN; numpy says True.
-        "ne": (lambda a, b: (a < b) | (a > b)) if of_floats else np.not_equal,
+        # Not equal is False for a NaN in PTX; numpy says True.
+        "ne": (lambda a, b: (a < b) | (a > b)) if is_float else np.not_equal,
         "nan": lambda a, b: (a != a) | (b != b),
     }  # fmt: skip
     if name in ordered:

@@ -23,7 +23,7 @@ class Instruction:
     negated: bool
     line: int  # of the PTX, from 1
     place: str  # file.py:line:column
-    # Its result is undefined where the guard is false: nothing before it has written its registers.
+    # Undefined where the guard is false, as no earlier instruction wrote the registers.
     undefined: bool = False
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Instruction:
 
 @dataclass(eq=False)
 class Program:
-    """A kernel: what it takes, what it declares, and what it does."""
+    """A kernel: parameters, declarations and instructions."""
 
     name: str
     params: list[str]
@@ -77,9 +77,9 @@ def parse(ptx: str) -> Program:
         begun = f"{text} " if text.startswith("call") and ";" not in text else ""
         for statement in [] if begun else text.split(";"):
             statement = statement.strip()
-            while found := _LABEL.match(statement):
-                labels[found[1]] = len(instructions)
-                statement = statement[found.end() :].strip()
+            while match := _LABEL.match(statement):
+                labels[match[1]] = len(instructions)
+                statement = statement[match.end() :].strip()
             # Braces at the begin are scopes of inline assembly; those of operands come later.
             statement = statement.lstrip("{} \t")
             if statement and not statement.startswith("."):
@@ -97,13 +97,13 @@ def parse(ptx: str) -> Program:
 
 def _instruction(statement: str, number: int, place: str, written: set[str]) -> Instruction:
     guard, negated = None, False
-    if found := _GUARD.match(statement):
-        guard, negated = found[2], found[1] == "!"
-        statement = statement[found.end() :]
+    if match := _GUARD.match(statement):
+        guard, negated = match[2], match[1] == "!"
+        statement = statement[match.end() :]
     op, _, operands = statement.replace("\t", " ").partition(" ")
     made = Instruction(op, split_operands(operands), guard, negated, number, place)
     if made.operands and not made.operands[0].startswith("["):
-        own = set(re.findall(r"%\w+", made.operands[0]))
-        made.undefined = guard is not None and not own <= written
-        written |= own
+        registers = set(re.findall(r"%\w+", made.operands[0]))
+        made.undefined = guard is not None and not registers <= written
+        written |= registers
     return made

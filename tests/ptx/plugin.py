@@ -1,6 +1,6 @@
 """pytest -p tests.ptx.plugin: kernels run as the PTX of a GPU, checked, instead of interpreted.
 
-Tests stay as they are: TRITON_INTERPRET says what it says to them, and Triton does not hear of it.
+Tests are unchanged: they see TRITON_INTERPRET, which is hidden from Triton.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def marked_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch allocates without filling it holds bits that a load recognises."""
+    """Memory that torch allocates without filling it holds a pattern that loads recognise."""
     if "poisoned_memory" in request.fixturenames:
         request.getfixturevalue("poisoned_memory")
     mark_allocations(monkeypatch.setattr)
@@ -45,7 +45,7 @@ def marked_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(autouse=True)
 def no_findings() -> Iterator[None]:
-    """Faults raise where the kernel is launched; this sees those that were caught on the way."""
+    """Fails a test with findings, even if it caught the error of the launch."""
     settings = EmulatedDriver.settings
     if settings.strict:
         settings.findings.clear()

@@ -1,4 +1,4 @@
-"""Who wrote and read each element last, and which of these accesses nothing puts in order.
+"""Race detection: last writer and reader of each element, and accesses that nothing orders.
 
 Two accesses race if one of them writes and nothing orders their threads: those of different blocks
 are never ordered, warps of a block by a barrier between the two, threads of a warp by the order of
@@ -27,15 +27,11 @@ class Accesses(NamedTuple):
 
 
 class History:
-    """What is known of each of `units` elements.
+    """Last writer and reader of each of `units` elements."""
 
-    Args:
-        of_block: threads per block.
-    """
-
-    def __init__(self, units: int, of_block: int, *, strict_warps: bool) -> None:
+    def __init__(self, units: int, threads_per_block: int, *, strict_warps: bool) -> None:
         self.width = 1 if strict_warps else 32
-        self.actors = of_block // self.width  # per block
+        self.actors = threads_per_block // self.width  # per block
         # Zeros cost memory only where they are touched.
         self.writer, self.written_at, self.reader, self.read_at, self.reading_block, self.last = (
             np.zeros(units, np.int32) for _ in range(6)
@@ -88,8 +84,8 @@ class History:
         clash = last != number
         yield "race: written at once", clash if raw is None else clash & (raw[last] != raw)
 
-    def told(self, unit: int) -> str:
-        """Who wrote and read an element last, in words."""
+    def describe(self, unit: int) -> str:
+        """Describes the last writer and reader of an element."""
         return f"writer {self._name(self.writer[unit])}, reader {self._name(self.reader[unit])}"
 
     def _name(self, actor: int) -> str:

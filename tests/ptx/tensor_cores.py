@@ -24,7 +24,7 @@ import numpy as np
 
 from .operations import bf16_to_float
 
-# Of one register each: how many a thread has of A, B, and C or D.
+# Registers per thread of A, B, and C or D.
 REGISTERS = {"A": 4, "B": 2, "C": 4}
 MMA = {f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32": kind for kind in ("bf16", "f16")}
 _K, _AT_ONCE = 16, 8
@@ -65,21 +65,21 @@ def registers_of_d(d: np.ndarray) -> np.ndarray:
 def product(a: np.ndarray, b: np.ndarray, c: np.ndarray, error: float = 0.0) -> np.ndarray:
     """`a @ b + c` in float32, of `[warps, 16, 16]`, `[warps, 16, 8]` and `[warps, 16, 8]`."""
     if not error:
-        # One order for every element, whichever row or warp it is in: not that of a BLAS.
+        # Every element is summed in the same order, whatever its row or warp; a BLAS would vary it.
         total = np.zeros(c.shape, np.float64)
         for k in range(_K):
             total += a[:, :, k, None] * b[:, None, k, :]
-        found = (total + c).astype(np.float32)
+        result = (total + c).astype(np.float32)
     else:
-        found = c
+        result = c
         for k in range(0, _K, _AT_ONCE):
             left, right = a[:, :, k : k + _AT_ONCE, None], b[:, None, k : k + _AT_ONCE, :]
-            found = _cut_sum(np.concatenate([left * right, found[:, :, None, :]], 2))
-    return np.where(np.isnan(found), _NAN, found)
+            result = _cut_sum(np.concatenate([left * right, result[:, :, None, :]], 2))
+    return np.where(np.isnan(result), _NAN, result)
 
 
 def _cut_sum(addends: np.ndarray) -> np.ndarray:
-    """Their sum over axis 2, in float32, with the bits cut that are far below the largest."""
+    """Sums over axis 2 in float32, cutting bits that are far below the largest addend's."""
     plain = addends.astype(np.float64).sum(2)
     largest = np.abs(addends).max(2)
     _, exponent = np.frexp(np.where(np.isfinite(largest), largest, 1.0))

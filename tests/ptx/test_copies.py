@@ -6,7 +6,7 @@ import pytest
 from tests.ptx.test_operations import N, executed, values
 
 LANES = np.tile(np.arange(32), N // 32)
-# Of each thread: 16 bytes of shared memory at %rd60, 16 of its warp's 128 input bytes at %rd61.
+# Per thread: 16 bytes of shared memory at %rd60, 16 of the warp's 128 input bytes at %rd61.
 PLACES = ["shl.b32 %r60, %r90, 4;", "cvt.u64.u32 %rd60, %r60;",
           "and.b64 %rd61, %rd80, -128;", "and.b32 %r61, %r60, 112;", "cvt.u64.u32 %rd62, %r61;",
           "add.s64 %rd61, %rd61, %rd62;",
@@ -24,9 +24,9 @@ def run(*lines):
 
 
 def rows(x):
-    """What each thread copies, `[N, 4]`."""
-    of_warps = x.reshape(-1, 8, 4)  # 16 bytes each
-    return of_warps[np.arange(N) // 32, LANES % 8]
+    """Returns the four words that each thread copies, `[N, 4]`."""
+    by_warp = x.reshape(-1, 8, 4)  # 16 bytes each
+    return by_warp[np.arange(N) // 32, LANES % 8]
 
 
 @pytest.mark.parametrize("size", (4, 8, 16))
@@ -37,20 +37,20 @@ def test_what_is_not_read_is_zero(size, read, word):
         return
     lines = [f"cp.async.ca.shared.global [%rd60], [%rd61], {size}, {read};", "cp.async.wait_all;",
              f"ld.shared.b32 %r9, [%rd60+{4 * word}];"]  # fmt: skip
-    x, out, found = run(*lines)
+    x, out, findings = run(*lines)
     expected = rows(x)[:, word] if 4 * word < read else 0
-    assert not found and (out == expected).all()
+    assert not findings and (out == expected).all()
 
 
 def test_a_copy_without_a_size_of_its_source():
-    x, out, found = run("cp.async.cg.shared.global [%rd60], [%rd61], 16;", COMMIT, WAIT, READ)
-    assert not found and (out == rows(x)[:, 0]).all()
+    x, out, findings = run("cp.async.cg.shared.global [%rd60], [%rd61], 16;", COMMIT, WAIT, READ)
+    assert not findings and (out == rows(x)[:, 0]).all()
 
 
 def test_nothing_is_read_where_the_size_is_0():
     copy = "cp.async.cg.shared.global [%rd60], [%rd61 + 65536], 16, 0;"
-    _, out, found = run(copy, COMMIT, WAIT, READ)
-    assert not found and not out.any()
+    _, out, findings = run(copy, COMMIT, WAIT, READ)
+    assert not findings and not out.any()
 
 
 UNWAITED = "a copy that was not waited for"
@@ -91,8 +91,8 @@ UNWAITED = "a copy that was not waited for"
     ],
 )  # fmt: skip
 def test_findings(lines, kind):
-    x, out, found = run(*lines)
-    assert found == ({kind} if kind else set())
+    x, out, findings = run(*lines)
+    assert findings == ({kind} if kind else set())
     if kind is None and lines[-1] == READ:
         assert (out == rows(x)[:, 0]).all()
 

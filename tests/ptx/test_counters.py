@@ -1,4 +1,4 @@
-"""What is counted, in kernels of which it is known: sectors, conflicts, barriers, divergence."""
+"""Counters of kernels whose sectors, conflicts, barriers and divergence are known."""
 
 import numpy as np
 import pytest
@@ -27,23 +27,23 @@ def copy(x_ptr, out_ptr, shift, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 # Elements between the threads' own, and before the first; sectors and bytes of a warp's request.
 @pytest.mark.parametrize(
-    ("stride", "shift", "sectors", "asked"),
+    ("stride", "shift", "sectors", "moved"),
     [(1, 0, 4, 128), (2, 0, 8, 128), (32, 0, 32, 128), (1, 1, 5, 128), (0, 0, 1, 4)],
     ids=("consecutive", "stride 2", "stride 32", "misaligned by 4 bytes", "one address"),
 )
-def test_sectors(settings, stride, shift, sectors, asked):
+def test_sectors(settings, stride, shift, sectors, moved):
     x, out = torch.zeros(64 * 32 + 1), torch.zeros(64)
     x = x[-(x.data_ptr() % 32) // 4 % 8 :]  # from a sector's begin
     copy[(2,)](x, out, shift, STRIDE=stride, BLOCK=32, num_warps=1)
     counts = settings.counted["copy"]
     load, store = counts.traffic["load"], counts.traffic["store"]
-    assert (load.requests, load.sectors, load.asked) == (2, 2 * sectors, 2 * asked)
-    assert load.efficiency == asked / (32 * sectors)
-    assert (store.requests, store.sectors, store.asked) == (2, 8, 256)
+    assert (load.requests, load.sectors, load.requested) == (2, 2 * sectors, 2 * moved)
+    assert load.efficiency == moved / (32 * sectors)
+    assert (store.requests, store.sectors, store.requested) == (2, 8, 256)
     assert (counts.programs, counts.barriers, counts.divergent_branches) == (2, 0, 0)
     assert (counts.instructions["global load"], counts.instructions["global store"]) == (2, 2)
     (line,) = (t for (_, op), t in counts.traffic_of_lines.items() if op == "ld.global.b32")
-    assert (line.sectors, line.asked) == (load.sectors, load.asked)
+    assert (line.sectors, line.requested) == (load.sectors, load.requested)
 
 
 # Bytes between threads, and of each; turns beyond those that the bytes need, of each warp.
@@ -60,7 +60,7 @@ def test_banks(stride, size, conflicts):
 def test_threads_that_take_no_part():
     lanes = LANES[[3, 7, 40]]
     traffic = traffic_of(lanes, np.array([0, 128, 128], np.uint64), 4, shared=True)
-    assert (traffic.requests, traffic.asked, traffic.conflicts) == (2, 12, 1)
+    assert (traffic.requests, traffic.requested, traffic.conflicts) == (2, 12, 1)
 
 
 @triton.jit

@@ -74,7 +74,7 @@ def launches(pad=0):
 
 # Others may guard no store to shared memory, or find a maximum without shuffles.
 WRITTEN_FOR = ("3.7.1", 90)
-# what is wrong: (a launch, a pattern of its PTX, what replaces it, which of its places)
+# fault: (launch, pattern in its PTX, replacement, index of the match)
 DAMAGES = {
     "a sum's shuffle has the wrong distance": (
         "token_stats", r"(shfl\.sync\.bfly.*), 16, 31(?=(?:.*\n){1,5}.*add\.)", r"\1, 8, 31", 0),
@@ -131,13 +131,13 @@ class Without:
         self.number, self.count, self.line = number, 0, 0
 
     def __call__(self, ptx):
-        found = list(BARRIER.finditer(ptx))
+        barriers = list(BARRIER.finditer(ptx))
         # A call may launch several kernels, whose barriers are numbered through.
         place = self.number - self.count
-        self.count += len(found)
-        if not 0 <= place < len(found):
+        self.count += len(barriers)
+        if not 0 <= place < len(barriers):
             return ptx
-        start = found[place].start()
+        start = barriers[place].start()
         self.line = ptx.count("\n", 0, start) + 1
         return f"{ptx[:start]}//{ptx[start:]}"
 
@@ -152,14 +152,14 @@ def test_a_policy_loss_of_nan():
     N = 300
     logps, entropy, mask = -torch.rand(N) - 0.5, torch.rand(N), torch.rand(N) < 0.7
     logps[mask.nonzero()[7]] = float("nan")
-    given = {
+    kwargs = {
         "advantages": torch.randn(N), "weights": mask / mask.sum(), "count": mask.sum().float(),
         "mask": mask, "old_logps": -torch.rand(N) - 0.5,
         "surrogate": "clip", "low": 0.8, "high": 1.2, "entropy_coef": 0.01,
     }  # fmt: skip
-    mine = triton_backend.policy_loss(logps, entropy, grad=True, **given)
-    truth = exact_policy_loss(logps, entropy, **given)
-    for a, b in zip(mine, truth, strict=True):
+    result = triton_backend.policy_loss(logps, entropy, grad=True, **kwargs)
+    truth = exact_policy_loss(logps, entropy, **kwargs)
+    for a, b in zip(result, truth, strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 

@@ -110,8 +110,8 @@ def wrapped(x, kind):
     return x - (1 << bits) if kind[0] == "s" and x >> (bits - 1) else x
 
 
-def of_floats(base, xs):
-    """What IEEE 754 has for a few operands; None where it is no number that is rounded."""
+def exact_float(base, xs):
+    """Returns the exact result of a float operation; None where no finite number is rounded."""
     if not all(math.isfinite(x) for x in xs):
         return None
     a, *rest = map(as_fraction, xs)
@@ -121,7 +121,7 @@ def of_floats(base, xs):
             "fma": lambda b, c: a * b + c}[base](*rest)  # fmt: skip
 
 
-def of_integers(base, mods, kind, xs):
+def exact_integer(base, mods, kind, xs):
     a, *rest = xs
     b = rest[0] if rest else 0
     bits = bits_of(kind)
@@ -179,22 +179,22 @@ def test_arithmetic(opcode):
         inputs = [
             bf16_to_float(x) if k == "bf16" else x for x, k in zip(inputs, kinds, strict=True)
         ]
-    for mine, *xs in zip(out, *inputs, strict=True):
+    for actual, *xs in zip(out, *inputs, strict=True):
         expected = oracle(base, mods, result, kinds, xs)
         if expected is None:
             continue
-        same = mine == expected or (mine != mine and expected != expected)
-        if base in ("min", "max") and result[0] == "f" and mine == 0:
-            same &= bool(np.signbit(mine) == np.signbit(expected))
+        same = actual == expected or (actual != actual and expected != expected)
+        if base in ("min", "max") and result[0] == "f" and actual == 0:
+            same &= bool(np.signbit(actual) == np.signbit(expected))
         if ({"approx", "full"} & set(mods) and base != "div") or (base == "div" and "full" in mods):
             ulp = abs(np.spacing(np.float32(expected)))
             near = np.isfinite(expected) and abs(float(expected)) > 1e-37
-            same = abs(float(mine) - float(expected)) <= 1.2 * ulp if near else same
-        assert same, (opcode, xs, mine, expected)
+            same = abs(float(actual) - float(expected)) <= 1.2 * ulp if near else same
+        assert same, (opcode, xs, actual, expected)
 
 
 def oracle(base, mods, result, kinds, xs):
-    """What the instruction gives for operands; None where that is left open."""
+    """Returns the expected result of an instruction; None where the manual leaves it open."""
     kind, ftz = kinds[-1], "ftz" in mods
     is_float = kinds[0][0] == "f" or kinds[0] == "bf16"
     if ftz:
@@ -208,8 +208,8 @@ def oracle(base, mods, result, kinds, xs):
                 return not xs[0] if base == "not" else of[base](xs)
             if base in ("selp", "mov"):
                 return xs[0] if base == "mov" or xs[2] else xs[1]
-            found = of_integers(base, mods, kinds[0], [int(x) for x in xs])
-            return None if found is None else wrapped(found, result)
+            value = exact_integer(base, mods, kinds[0], [int(x) for x in xs])
+            return None if value is None else wrapped(value, result)
         to = FLOATS[result]
         if base in ("abs", "neg"):
             return abs(xs[0]) if base == "abs" else -xs[0]
@@ -220,17 +220,17 @@ def oracle(base, mods, result, kinds, xs):
             # -0 is less than 0.
             return {"min": min, "max": max}[base](numbers, key=lambda x: (x, math.copysign(1, x)))
         if base in ("add", "sub", "mul", "fma") or (base == "div" and "rn" in mods):
-            found = of_floats(base, xs)
-            if found is not None:
-                if ftz and abs(found) < Fraction(2) ** -126:
+            value = exact_float(base, xs)
+            if value is not None:
+                if ftz and abs(value) < Fraction(2) ** -126:
                     return to(0)
-                return rounded(found, to)
+                return rounded(value, to)
             wide = [np.longdouble(x) for x in xs]
             a, b = wide[:2]
             return to({"add": lambda: a + b, "sub": lambda: a - b, "mul": lambda: a * b,
                        "div": lambda: a / b, "fma": lambda: a * b + wide[2]}[base]())  # fmt: skip
-        found = to(exact(base, *xs))
-        return to(0) if ftz and abs(found) < 2.0**-126 else found
+        value = to(exact(base, *xs))
+        return to(0) if ftz and abs(value) < 2.0**-126 else value
 
 
 def converted(mods, result, xs):
@@ -276,11 +276,11 @@ def test_approximations_are_off_by_the_bound(opcode):
 
 def test_what_the_manual_lists_is_exact():
     inf = np.float32("inf")
-    for opcode, given, exact in (
+    for opcode, operands, exact in (
         ("ex2.approx.f32", [0, inf, -inf], [1, inf, 0]), ("rcp.approx.f32", [0, inf], [inf, 0]),
         ("lg2.approx.f32", [0, inf], [-inf, inf]), ("rsqrt.approx.f32", [0, inf], [inf, 0]),
     ):  # fmt: skip
-        inputs = [np.resize(np.array(given, np.float32), N)]
+        inputs = [np.resize(np.array(operands, np.float32), N)]
         off, _ = executed(opcode, ["f32"], inputs, "f32", error=1.0)
         assert np.array_equal(off, np.resize(np.array(exact, np.float32), N))
 
@@ -294,7 +294,7 @@ def test_comparisons(opcode):
     out, _ = executed(opcode, [kind] * 2, [a, b], "pred")
     if kind == "bf16":
         a, b = bf16_to_float(a), bf16_to_float(b)
-    for mine, x, y in zip(out, a.tolist(), b.tolist(), strict=True):
+    for actual, x, y in zip(out, a.tolist(), b.tolist(), strict=True):
         unordered = x != x or y != y
         if name in ("num", "nan"):
             expected = unordered == (name == "nan")
@@ -302,7 +302,7 @@ def test_comparisons(opcode):
             plain = name.removesuffix("u")
             holds = getattr(operator, plain)(x, y)
             expected = (holds and not unordered) or (unordered and name.endswith("u"))
-        assert mine == expected, (opcode, x, y)
+        assert actual == expected, (opcode, x, y)
 
 
 LANES = np.tile(np.arange(32), N // 32)
@@ -329,7 +329,7 @@ def test_reductions(opcode):
     name, kind = opcode.split(".")[2], opcode.split(".")[-1]
     x = values(kind)
     out, _ = executed("", [kind], [x], kind, body=[f"{opcode} %r9, %r0, -1;"])
-    for mine, warp in zip(out.reshape(-1, 32), x.reshape(-1, 32), strict=True):
+    for actual, warp in zip(out.reshape(-1, 32), x.reshape(-1, 32), strict=True):
         numbers = [v for v in warp.tolist() if v == v]
         if name == "add":
             expected = wrapped(sum(numbers), kind)
@@ -337,7 +337,7 @@ def test_reductions(opcode):
             expected = math.nan
         else:
             expected = {"min": min, "max": max}[name](numbers)
-        assert (mine == expected).all() or (expected != expected and np.isnan(mine).all())
+        assert (actual == expected).all() or (expected != expected and np.isnan(actual).all())
 
 
 @pytest.mark.parametrize("trans", ("", ".trans"))
@@ -350,16 +350,16 @@ def test_matrices(count, trans):
     # Thread t writes its number's four words to row t, and gets words of rows 8 k ... of matrix k.
     body += [f"add.s32 {r}, %r0, {k};" for k, r in enumerate(registers)]
     body += [f"st.shared.v4.b32 [%rd60], {{{', '.join(registers)}}};", "bar.sync 0;"]
-    given = ", ".join(registers[:count])
-    body += [f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{given}}}, [%rd60];",
+    sources = ", ".join(registers[:count])
+    body += [f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{sources}}}, [%rd60];",
              f"mov.b32 %r9, {registers[count - 1]};"]  # fmt: skip
     out, _ = executed("", ["b32"], [x % 2**31], "b32", body=body)
-    for mine, warp in zip(out.reshape(-1, 32), (x % 2**31).reshape(-1, 32), strict=True):
+    for actual, warp in zip(out.reshape(-1, 32), (x % 2**31).reshape(-1, 32), strict=True):
         rows = np.stack([warp + np.uint32(k) for k in range(4)], 1).view(np.uint16)  # [32, 8]
         matrix = rows[8 * (count - 1) : 8 * count]
         matrix = matrix.T if trans else matrix
         expected = np.ascontiguousarray(matrix).view(np.uint32).ravel()
-        assert (mine == expected).all()
+        assert (actual == expected).all()
 
 
 @pytest.mark.parametrize("count", (1, 2, 4))
@@ -448,12 +448,12 @@ def test_copies_are_there_when_they_were_waited_for(wait):
             "@%p0 ld.shared.b32 %r64, [%rd60+4];", "@!%p0 mov.b32 %r64, 0;",
             "add.u32 %r9, %r63, %r64;"]  # fmt: skip
     out, machine = executed("", ["b32"], [x], "b32", body=body)
-    found = {finding.kind: finding.count for finding in machine.findings.values()}
+    findings = {finding.kind: finding.count for finding in machine.findings.values()}
     if wait in ("one left", "no wait"):
-        assert found["read of a copy that was not waited for"] == N // 2
+        assert findings["read of a copy that was not waited for"] == N // 2
     else:
         lane = np.arange(N) % 32
-        assert not found and np.array_equal(out, x + x * ((lane % 2 == 0) & (lane & 4 > 0)))
+        assert not findings and np.array_equal(out, x + x * ((lane % 2 == 0) & (lane & 4 > 0)))
 
 
 def test_an_overflow_is_reported():

@@ -1,7 +1,7 @@
 """Kernels of Liger and TRL, unchanged from their wheels: a test of the emulator, and of baselines.
 
-Results are compared with float64 and with ours; what the checks find in them, and where they are
-wrong, is stated as it is.
+Results are compared with float64 and with ours; tests state the findings of the checks, and where
+a peer is wrong.
 """
 
 import pytest
@@ -26,7 +26,7 @@ from tests.helpers.peers import (  # noqa: F401
     V,
     batch,
     compare,
-    found,
+    finding_kinds,
     lenient,
     logps_of,
 )  # fmt: skip
@@ -38,21 +38,21 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 
 
 def liger_loss(logits, **options):
-    """Their loss of the batch, of other logits."""
+    """Returns Liger's loss of the batch at these logits."""
     kernels = pytest.importorskip("liger_kernel.transformers.grpo_loss")
     _, ids, mask, old, ref, A = batch()
-    given = (ids, A, mask.float(), TEMPERATURE)
+    args = (ids, A, mask.float(), TEMPERATURE)
     options = {"beta": 0.0, "inplace": False, **options}
     ref = ref if options["beta"] else None
-    return kernels.triton_grpo_loss(logits, old, ref, *given, reduce=True, **options)[0]
+    return kernels.triton_grpo_loss(logits, old, ref, *args, reduce=True, **options)[0]
 
 
 def reference_loss(logits, advantages=None, call=reference.grpo_loss, sampled=None, **options):
     _, ids, mask, old, ref, A = batch()
-    given = {"ref_logps": ref} if options.get("beta") else {}
-    given |= {} if sampled is None else {"sampling_logps": sampled}
+    kwargs = {"ref_logps": ref} if options.get("beta") else {}
+    kwargs |= {} if sampled is None else {"sampling_logps": sampled}
     A, cfg = A if advantages is None else advantages, GRPOLossConfig(**options)
-    return call(logps_of(logits, ids), A, mask, old_logps=old, config=cfg, **given).loss
+    return call(logps_of(logits, ids), A, mask, old_logps=old, config=cfg, **kwargs).loss
 
 
 def sampled_logps():
@@ -103,14 +103,14 @@ def test_liger_grpo_is_ours(path, inplace):
 
     actual = compare(lambda x: liger_loss(x * 1, **both, **theirs), plain, logits)
     # On a CPU sums round as wide as its vectors are, and vespo takes them to the third power.
-    own = compare(lambda x: plain(x, grpo_loss), plain, logits, tolerance=3e-6)
+    plain_grads = compare(lambda x: plain(x, grpo_loss), plain, logits, tolerance=3e-6)
     apart = 4e-5 if EmulatedDriver.settings.error else 4e-6
-    assert all(relative_error(a, b) <= apart for a, b in zip(actual, own, strict=True))
+    assert all(relative_error(a, b) <= apart for a, b in zip(actual, plain_grads, strict=True))
 
 
 @pytest.mark.parametrize("level", ("token", "sequence"))
 def test_liger_luspo(level):
-    """Its loss is a mean of loss times length (grpo_loss.py:597); TRL's and ours sums over tokens.
+    """Liger averages loss times length (grpo_loss.py:597); TRL's loss and ours sum over tokens.
 
     The gradient of the loss has one column (928), of which the kernel reads T (474): at the token
     level what lies behind. At the sequence level it is multiplied by the mask before.
@@ -123,17 +123,17 @@ def test_liger_luspo(level):
     (actual,), (gradient,) = torch.autograd.grad(loss, x), torch.autograd.grad(truth, exact)
     assert relative_error(loss.detach(), truth.detach()) <= 2e-6
     if level == "sequence":
-        assert relative_error(actual, gradient) <= 3e-6 and found() == set()
+        assert relative_error(actual, gradient) <= 3e-6 and finding_kinds() == set()
     else:
         assert not relative_error(actual, gradient) <= 1
-        assert found() == {("out of bounds", "_grpo_loss_bwd_kernel")}
+        assert finding_kinds() == {("out of bounds", "_grpo_loss_bwd_kernel")}
 
 
 def test_liger_delta_within_the_clip_range():
-    """Where delta < ratio < 1 + eps_high and A < 0 the clipped term is the lesser, and trains.
+    """The clipped term has a gradient where delta < ratio < 1 + eps_high and A < 0.
 
-    Their backward has no gradient there (grpo_loss.py:497, at the sequence level 397); TRL's and
-    ours has.
+    Liger's backward has none there (grpo_loss.py:497, at the sequence level 397); TRL's and ours
+    do.
     """
     logits, ids, mask, old, _, A = batch()
     leaves = [logits.clone().requires_grad_(), logits.clone().requires_grad_()]
@@ -142,13 +142,13 @@ def test_liger_delta_within_the_clip_range():
     ours = reference_loss(leaves[1], call=grpo_loss, **options)
     truth = reference_loss(exact, **options)
     pairs = zip((theirs, ours, truth), (*leaves, exact), strict=True)
-    grad, own, true = (torch.autograd.grad(loss, x)[0][:, :-1] for loss, x in pairs)
+    grad, our_grad, true = (torch.autograd.grad(loss, x)[0][:, :-1] for loss, x in pairs)
     assert relative_error(theirs.detach(), truth.detach()) <= 2e-6
-    assert relative_error(own, true) <= 3e-6
+    assert relative_error(our_grad, true) <= 3e-6
     ratio = (logps_of(logits, ids) - old).exp()
     lost = mask & (A[:, None] < 0) & (ratio > 1.05) & (ratio < 1.4)
     assert lost.sum() > 1 and (true.norm(dim=-1)[lost] > 0).all()
-    assert relative_error(grad, true * ~lost[..., None]) <= 3e-6 and found() == set()
+    assert relative_error(grad, true * ~lost[..., None]) <= 3e-6 and finding_kinds() == set()
 
 
 def test_liger_grpo_is_ours_of_a_head():
@@ -157,20 +157,20 @@ def test_liger_grpo_is_ours_of_a_head():
     def theirs(h, w):
         return liger_loss(F.pad(h @ w.T, (0, 0, 0, 1)), beta=0.1)
 
-    def ours(h, w, call=fused_grpo_loss, **given):
+    def ours(h, w, call=fused_grpo_loss, **kwargs):
         cfg = GRPOLossConfig(epsilon_high=0.4, beta=0.1, use_bias_correction_kl=False)
         head = LMHead(w, temperature=TEMPERATURE)
-        return call(h, head, ids, A, mask, old_logps=old, ref_logps=ref, config=cfg, **given).loss
+        return call(h, head, ids, A, mask, old_logps=old, ref_logps=ref, config=cfg, **kwargs).loss
 
     def plain(h, w):
         return ours(h, w, reference.fused_grpo_loss)
 
     # Ratios are far from 1 here, and log-probs of -40 are rounded.
-    given = {"tolerance": 1e-5}
+    kwargs = {"tolerance": 1e-5}
     operands = (torch.randn(B, T, 24) / 24**0.5, torch.randn(V, 24))
-    actual = compare(theirs, plain, *operands, **given)
-    own = compare(lambda h, w: ours(h, w, execution=TRITON), plain, *operands, **given)
-    assert all(relative_error(a, b) <= 1e-5 for a, b in zip(actual, own, strict=True))
+    actual = compare(theirs, plain, *operands, **kwargs)
+    our_grads = compare(lambda h, w: ours(h, w, execution=TRITON), plain, *operands, **kwargs)
+    assert all(relative_error(a, b) <= 1e-5 for a, b in zip(actual, our_grads, strict=True))
 
 
 def liger(name):
@@ -181,7 +181,7 @@ def test_liger_selective_log_softmax():
     logits, ids, mask, *_ = batch()
     logps = liger("grpo_loss").fused_selective_log_softmax(logits, ids, TEMPERATURE, mask)
     true = logps_of(logits.double(), ids)
-    assert (logps - true)[mask].abs().max() <= 2e-6 and found() == set()
+    assert (logps - true)[mask].abs().max() <= 2e-6 and finding_kinds() == set()
 
 
 def test_liger_softmax():
@@ -217,8 +217,8 @@ def test_trl_log_probs_and_entropy(masked):
     mask = mask if masked else torch.ones_like(mask)
 
     def theirs(x):
-        given = (x[:, :-1], ids, TEMPERATURE, *([mask] if masked else []))
-        return torch.stack(kernels.selective_log_softmax_and_entropy(*given))
+        args = (x[:, :-1], ids, TEMPERATURE, *([mask] if masked else []))
+        return torch.stack(kernels.selective_log_softmax_and_entropy(*args))
 
     def plain(x):
         logps = (x[:, :-1] / TEMPERATURE).log_softmax(-1)
@@ -237,18 +237,18 @@ def test_trl_chunked_log_probs_are_ours(monkeypatch):
         out = kernels.ChunkedLogProbFunction.apply(*head, ids, TEMPERATURE, 400, 9.0)
         return torch.stack(out[:2])
 
-    def ours(h, w, b, call=linear_logprobs, **given):
-        out = call(h, LMHead(w, b, temperature=TEMPERATURE, softcap=9.0), ids, **given)
+    def ours(h, w, b, call=linear_logprobs, **kwargs):
+        out = call(h, LMHead(w, b, temperature=TEMPERATURE, softcap=9.0), ids, **kwargs)
         return torch.stack((out.logps, out.entropy))
 
     def plain(*head):
         return ours(*head, reference.linear_logprobs)
 
-    def own(*head):
+    def fused(*head):
         return ours(*head, entropy=True, execution=TRITON)
 
     head = (torch.randn(11, 24), torch.randn(V, 24), torch.randn(V))
-    pairs = zip(compare(theirs, plain, *head), compare(own, plain, *head), strict=True)
+    pairs = zip(compare(theirs, plain, *head), compare(fused, plain, *head), strict=True)
     assert all(relative_error(a, b) <= 3e-6 for a, b in pairs)
     assert EmulatedDriver.settings.launches["_forward_kernel"] >= 3
 

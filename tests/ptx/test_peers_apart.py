@@ -58,10 +58,10 @@ def fla(monkeypatch):
 def test_fla_grpo_is_ours(fla, inplace):
     logits, ids, mask, _, ref, A = batch()
     cfg = GRPOLossConfig(beta=0.1, use_bias_correction_kl=False)
-    whole, loss_of = torch.cat((torch.randint(V, (B, 3)), ids), 1), fla("grpo.ops").fused_grpo_loss
+    tokens, loss_of = torch.cat((torch.randint(V, (B, 3)), ids), 1), fla("grpo.ops").fused_grpo_loss
 
     def theirs(x):
-        return loss_of(x * 1, ref, whole, A, 0.1, mask, False, inplace).sum() / mask.sum()
+        return loss_of(x * 1, ref, tokens, A, 0.1, mask, False, inplace).sum() / mask.sum()
 
     def ours(x, call=grpo_loss):
         return call(logps_of(x, ids, 1.0), A, mask, ref_logps=ref, config=cfg).loss
@@ -69,8 +69,8 @@ def test_fla_grpo_is_ours(fla, inplace):
     def plain(x):
         return ours(x, reference.grpo_loss)
 
-    actual, own = compare(theirs, plain, logits), compare(ours, plain, logits)
-    assert all(relative_error(a, b) <= 3e-6 for a, b in zip(actual, own, strict=True))
+    actual, our_results = compare(theirs, plain, logits), compare(ours, plain, logits)
+    assert all(relative_error(a, b) <= 3e-6 for a, b in zip(actual, our_results, strict=True))
 
 
 def test_fla_cross_entropy(fla):
@@ -158,7 +158,7 @@ def test_unsloth_layer_norm(unsloth):
     apply = unsloth("layernorm").Fast_Layernorm.apply
     operands = (torch.randn(ROWS), torch.randn(200), torch.randn(200))
     plain = lambda x, w, b: F.layer_norm(x, (200,), w, b, 1e-5)  # noqa: E731
-    compare(lambda *given: apply(*given, 1e-5), plain, *operands)
+    compare(lambda *args: apply(*args, 1e-5), plain, *operands)
 
 
 GATES = {
@@ -184,8 +184,8 @@ def test_unsloth_gates(unsloth, kind):
         @staticmethod
         def backward(ctx, d):
             # In place: the product, and the gradients of g and of e.
-            given = (d.clone(), *(x.clone() for x in ctx.saved_tensors))
-            _, d_g, d_e = getattr(module, backward)(*given)
+            args = (d.clone(), *(x.clone() for x in ctx.saved_tensors))
+            _, d_g, d_e = getattr(module, backward)(*args)
             return d_e, d_g
 
     compare(Gate.apply, lambda e, g: activation(e) * g, torch.randn(ROWS), torch.randn(ROWS))

@@ -51,8 +51,8 @@ def test_statistics(chunk, blocks):
     blocks(*[(row,) for row in ROWS.tolist()])
     truth = torch_backend.token_stats(x[ROWS], y[ROWS], LogitTransform(), entropy=True)
     stats = triton_backend.token_stats(x, y, LogitTransform(), entropy=True)
-    for mine, true in zip(stats[:3], truth[:3], strict=True):
-        assert relative_error(mine[ROWS], true) <= 1e-6
+    for actual, true in zip(stats[:3], truth[:3], strict=True):
+        assert relative_error(actual[ROWS], true) <= 1e-6
 
 
 def test_gradients(chunk, blocks):

@@ -81,7 +81,7 @@ def assert_near(out, a, b):
     assert ((out - a @ b).abs() <= 2.0**-21 * (a.abs() @ b.abs())).all()
 
 
-def of_threads(kind, registers):
+def fragments(kind, registers):
     """Halves `[N, 2 registers]`, as float64."""
     bits = np.stack(registers, 1).view(np.uint16)
     wide = bf16_to_float(bits) if kind == "bf16" else bits.view(np.float16)
@@ -128,7 +128,7 @@ def test_a_product_of_fragments(kind):
     pairs = torch.tensor(pairs).to(HALVES[kind]).view(torch.int16).numpy()
     numbers = [np.ascontiguousarray(x).view(np.uint32).ravel() for x in pairs]
     starts = [g.standard_normal(N).astype(np.float32) for _ in range(3)]
-    a, b = of_threads(kind, numbers[:4]), of_threads(kind, numbers[4:])
+    a, b = fragments(kind, numbers[:4]), fragments(kind, numbers[4:])
     matrices = {"A": np.zeros((4, 16, 16)), "B": np.zeros((4, 16, 8)), "C": np.zeros((4, 16, 8))}
     c = np.stack([*starts, starts[0]], 1)
     for name, held in (("A", a), ("B", b), ("C", c)):
@@ -222,12 +222,12 @@ def test_sums_that_are_cut(settings):
     assert ((cut - exact).abs() <= 2.0**-19 * size).all()
 
 
-# Of a K of 4 steps, which fills each of two buffers twice.
+# K has 4 steps, which fill each of two buffers twice.
 MATRIX = r"(ldmatrix\S+ \{[^}]*\}, \[%r\d+)(?:\+\d+)?\]"
 COPY_TO = r"(cp\.async\.cg\S+ \[ %r\d+) \+ 0"
 COPY_FROM = r"(cp\.async\.cg\S+ \[[^]]*\], \[ %rd\d+) \+ 0"
 NOT_WAITED = "read of a copy that was not waited for"
-# what is wrong: (a pattern of the PTX, what replaces it, which of its places, what is found)
+# fault: (pattern in the PTX, replacement, index of the match, finding)
 DAMAGES = {
     "a wait is dropped": (r"cp\.async\.wait_group\s+2;", "", 0, NOT_WAITED),
     "a wait is for too few": (r"(cp\.async\.wait_group\s+)2;", r"\g<1>3;", 0, NOT_WAITED),
@@ -291,9 +291,9 @@ def test_each_wait_and_barrier_is_needed(settings):
     settings.strict, seen, count = False, [], 1
 
     def edit(ptx):
-        found = list(re.finditer(r"^\s*(?:bar\.sync|cp\.async\.wait_group)\b[^;]*;", ptx, re.M))
+        waits = list(re.finditer(r"^\s*(?:bar\.sync|cp\.async\.wait_group)\b[^;]*;", ptx, re.M))
         nonlocal count
-        count, place = len(found), found[number]
+        count, place = len(waits), waits[number]
         return ptx[: place.start()] + ptx[place.end() :]
 
     a, b = operands(40, 48, 112)

@@ -18,7 +18,7 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    model, inputs, labels, given = case(kind)
+    model, inputs, labels, kwargs = case(kind)
     half = slice(2 * rank, 2 * rank + 2)
     inner = model.get_base_model() if "lora" in kind else model
     if kind.startswith("ddp"):
@@ -27,10 +27,10 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
         from torch.distributed.tensor import Shard, distribute_tensor
 
         mesh, wrapper, head = dist.init_device_mesh("cpu", (WORLD,)), model, inner.lm_head
-        for name, whole in list(head.named_parameters()):
-            shard = distribute_tensor(whole.detach(), mesh, [Shard(0)])
+        for name, full in list(head.named_parameters()):
+            shard = distribute_tensor(full.detach(), mesh, [Shard(0)])
             owner = head.get_submodule(name.rpartition(".")[0])
-            owner.weight = torch.nn.Parameter(shard, requires_grad=whole.requires_grad)
+            owner.weight = torch.nn.Parameter(shard, requires_grad=full.requires_grad)
     else:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -42,17 +42,17 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
         for part in [*inner.model.layers, *([inner.lm_head] if "apart" in kind else [])]:
             fully_shard(part, **options)
         wrapper = fully_shard(model, **options)
-    inputs, given = ({k: x[half] for k, x in some.items()} for some in (inputs, given))
+    inputs, kwargs = ({k: x[half] for k, x in some.items()} for some in (inputs, kwargs))
     inputs["labels"] = labels[half]
     if "mixed" in kind:
         before = Objective()
         rounded = wrapper(**inputs, fused_head=before).logps
-        given["old_logps"] = before.output.logps.detach()
-        assert rounded.dtype == torch.bfloat16 and given["old_logps"].dtype == torch.float32
+        kwargs["old_logps"] = before.output.logps.detach()
+        assert rounded.dtype == torch.bfloat16 and kwargs["old_logps"].dtype == torch.float32
     # The ranks hold unequal numbers of tokens; the denominator is the step's, by the ranks.
-    objective = Objective(**given, num_items=scored(labels) / WORLD)
+    objective = Objective(**kwargs, num_items=scored(labels) / WORLD)
     for last in (False, True) if "in parts" in kind else (True,):
-        # As accelerate accumulates gradients: of the last part alone they are reduced.
+        # As accelerate accumulates: only the last part reduces gradients.
         if kind.startswith("fsdp2"):
             wrapper.set_requires_gradient_sync(last)
         wrapper(**inputs, fused_head=objective)
@@ -86,19 +86,19 @@ def kl_to_its_own_states(kind: str) -> tuple[float, float]:
         fully_shard(part, **options)
     wrapper = fully_shard(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    asked = Objective(states=True)
+    first = Objective(states=True)
     with torch.no_grad():
-        wrapper(**inputs, labels=labels, fused_head=asked)
-    assert torch.equal(asked.reference.head.weight, before.lm_head.weight)
+        wrapper(**inputs, labels=labels, fused_head=first)
+    assert torch.equal(first.reference.head.weight, before.lm_head.weight)
     wrapper(**inputs, labels=labels, fused_head=True).logps.sum().backward()
     optimizer.step()
     config = GRPOLossConfig(beta=0.1, kl_estimator="exact")
-    objective = Objective(torch.ones(len(labels)), config=config, reference=asked.reference)
+    objective = Objective(torch.ones(len(labels)), config=config, reference=first.reference)
     wrapper(**inputs, labels=labels, fused_head=objective).loss.backward()  # which shards it again
     with torch.no_grad():
         sharded = dict(model.named_parameters())
-        for name, whole in after.named_parameters():
-            whole.copy_(sharded[name].full_tensor())
+        for name, full in after.named_parameters():
+            full.copy_(sharded[name].full_tensor())
         old, new = (
             x(**inputs).logits[:, :-1].double().log_softmax(-1)[mask] for x in (before, after)
         )
@@ -127,11 +127,11 @@ def tokens_of(rank: int, dtype: torch.dtype):
 
 
 def gradient_of_head(kind: str, dtype: torch.dtype) -> tuple[list[tuple[str, int]], torch.Tensor]:
-    """What the ranks move for a call in five chunks, by name and bytes, and the whole gradient."""
+    """Returns collectives of a call in five chunks, by name and bytes, and the full gradient."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    head, given = HeadAlone(), tokens_of(dist.get_rank(), dtype)
+    head, tokens = HeadAlone(), tokens_of(dist.get_rank(), dtype)
     if kind == "ddp":
         wrapper = torch.nn.parallel.DistributedDataParallel(head)
     else:
@@ -139,7 +139,7 @@ def gradient_of_head(kind: str, dtype: torch.dtype) -> tuple[list[tuple[str, int
         policy = MixedPrecisionPolicy(dtype, torch.float32)
         wrapper = fully_shard(head, mesh=mesh, mp_policy=policy)
     with Traffic() as traffic:
-        wrapper(*given).backward()
+        wrapper(*tokens).backward()
     seen = [(name, max(x.nbytes for x in tensors)) for name, tensors in traffic.seen]
     grad = head.weight.grad
     return seen, grad.full_tensor() if kind == "fsdp2" else grad
@@ -158,10 +158,10 @@ def case(kind: str):
     attention = (torch.arange(10) < torch.tensor([[10], [9], [5], [7]])).long()
     labels = ids.masked_fill(attention == 0, -100)
     labels[:, :4] = -100
-    given = {"advantages": torch.tensor([1.0, -0.5, 0.8, -1.2])}
+    kwargs = {"advantages": torch.tensor([1.0, -0.5, 0.8, -1.2])}
     if "mixed" not in kind:
-        given["old_logps"] = torch.full((4, 9), -5.0)
-    return model, {"input_ids": ids, "attention_mask": attention}, labels, given
+        kwargs["old_logps"] = torch.full((4, 9), -5.0)
+    return model, {"input_ids": ids, "attention_mask": attention}, labels, kwargs
 
 
 def scored(labels: torch.Tensor) -> torch.Tensor:

@@ -10,15 +10,15 @@ UNEVEN = (0, 100, pairs.V)
 
 
 def taken(pair: tuple[str, str], call: str) -> bool:
-    """Whether a pair is of several ranks, and not one of the many that the interpreter makes slow.
+    """Selects pairs for several ranks, without the many that the interpreter makes slow.
 
     With Triton's kernels there is each option of the head, in the call that makes gradients in the
     same sweep; what becomes of their sums is the same for both backends.
     """
     if {"ranks", "capturable"} & set(pair) or pairs.refusals(pair, call):
         return False
-    of_head = any(pairs.NAMED[name][0] == "head" for name in pair)
-    return "triton" not in pair or (call == "loss" and of_head)
+    has_head_option = any(pairs.NAMED[name][0] == "head" for name in pair)
+    return "triton" not in pair or (call == "loss" and has_head_option)
 
 
 def every_pair(call: str) -> list[str]:
@@ -31,29 +31,29 @@ def these_pairs(call: str, chosen: list[tuple[str, str]], cuts=UNEVEN) -> list[s
 
 def every_objective() -> list[str]:
     """Alone, and beside tokens that have kept sets."""
-    beside = ("chunk_bytes", "support")
-    return wrong([(("bias", x), "loss", name) for name in OBJECTIVES for x in beside], UNEVEN)
+    others = ("chunk_bytes", "support")
+    return wrong([(("bias", x), "loss", name) for name in OBJECTIVES for x in others], UNEVEN)
 
 
 def wrong(cases, cuts) -> list[str]:
     """Checks each, with other rows of the head on each rank; says what differs."""
-    rows, found = slice(*cuts[dist.get_rank() : dist.get_rank() + 2]), []
+    rows, problems = slice(*cuts[dist.get_rank() : dist.get_rank() + 2]), []
     for names, call, objective in cases:
         batch = pairs.batch_of(names)
         options = {"call": call, "objective": objective}
         expected = pairs.run(batch, names, truth=True, **options)
         actual = pairs.run(batch, names, truth=False, rows=rows, **options)
-        for mine in (actual.loss, actual.logps, actual.gradients["hidden"]):
-            first = mine.clone()
+        for value in (actual.loss, actual.logps, actual.gradients["hidden"]):
+            first = value.clone()
             dist.broadcast(first, 0)
-            if not torch.equal(first, mine):
-                found.append(f"{names}, {objective}: other bits than on the first rank")
-        of_rank = {k: x[rows] for k, x in expected.gradients.items()
-                   if k in pairs.OF_VOCABULARY and x is not None}  # fmt: skip
-        expected.gradients |= of_rank
+            if not torch.equal(first, value):
+                problems.append(f"{names}, {objective}: other bits than on the first rank")
+        rank_grads = {k: x[rows] for k, x in expected.gradients.items()
+                   if k in pairs.VOCABULARY_FIELDS and x is not None}  # fmt: skip
+        expected.gradients |= rank_grads
         try:
             # A rank with one column may have a gradient of 0 there.
             pairs.compare(actual, expected, batch.hidden.dtype, call, floor=1e-6)
         except AssertionError as error:
-            found.append(f"{names}, {objective}: {error}")
-    return found
+            problems.append(f"{names}, {objective}: {error}")
+    return problems

@@ -63,16 +63,17 @@ def loss(part, options, cu_seqlens=None):
     scored = part.mask
     if options.get("ce_weights"):
         scored = part.mask | (part.ce_weights != 0)
-    own = linear_logprobs(
+    local = linear_logprobs(
         *head[:2], part.targets, bias=bias, mask=scored, temperature=temperature, entropy=True
     )
-    logps, entropy, mask = (gather_tokens(x, group) for x in (own.logps, own.entropy, part.mask))
-    given = {
+    parts = local.logps, local.entropy, part.mask
+    logps, entropy, mask = (gather_tokens(x, group) for x in parts)
+    kwargs = {
         name: gather_tokens(getattr(part, name), group)
         for name in CONSTANTS if options.pop(name, False)
     }  # fmt: skip
     out = grpo_loss(
-        logps, part.advantages, mask, entropy=entropy, cu_seqlens=cu_seqlens, **given, **options
+        logps, part.advantages, mask, entropy=entropy, cu_seqlens=cu_seqlens, **kwargs, **options
     )
     out.loss.backward()
     names = ("hidden", "weight", "bias")
@@ -80,7 +81,7 @@ def loss(part, options, cu_seqlens=None):
         name: None if x.grad is None else x.grad.double()
         for name, x in zip(names, head, strict=True)
     }
-    return Result(out.loss.detach(), out.metrics, own.logps.detach(), gradients)
+    return Result(out.loss.detach(), out.metrics, local.logps.detach(), gradients)
 
 
 DTYPES = (
@@ -90,28 +91,28 @@ DTYPES = (
 
 
 def gathered(sizes):
-    """What comes of every dtype, of parts of these sizes, `[3, T_r]` and `[T_r]`."""
-    found = []
+    """Gathers parts of these sizes, `[3, T_r]` and `[T_r]`, in every dtype."""
+    pairs = []
     for dtype in DTYPES:
         for shape in ((3, sizes[dist.get_rank()]), (sizes[dist.get_rank()],)):
             g = torch.Generator().manual_seed(dist.get_rank())
-            mine = (4 * torch.rand(shape, generator=g)).to(dtype)
-            strided = torch.stack([mine, mine], -1)[..., 0]
-            found.append((mine, gather_tokens(strided, dist.group.WORLD)))
-    return found
+            local = (4 * torch.rand(shape, generator=g)).to(dtype)
+            strided = torch.stack([local, local], -1)[..., 0]
+            pairs.append((local, gather_tokens(strided, dist.group.WORLD)))
+    return pairs
 
 
 def gradient(sizes):
     """The gradient of this rank's part, by a loss that weighs every token, and what was said."""
     x = torch.zeros(2, sizes[dist.get_rank()], requires_grad=True)
-    whole = gather_tokens(x, dist.group.WORLD)
-    weights = torch.arange(float(whole.numel())).view_as(whole)
+    full = gather_tokens(x, dist.group.WORLD)
+    weights = torch.arange(float(full.numel())).view_as(full)
     with Traffic() as traffic:
-        (weights * whole).sum().backward()
+        (weights * full).sum().backward()
     return x.grad, len(traffic.seen)
 
 
-# What is wrong: `x` and the group that rank `r` gives, and the error of both.
+# Fault: `x` and group of rank `r`, and the error on both ranks.
 REFUSED = {
     "rows": (lambda x, r: (x[r:], dist.group.WORLD), "x: expected the same rows, dimensions and "
              "dtype on all ranks; got [2, 3] of torch.flo"),
@@ -131,10 +132,10 @@ REFUSED = {
 
 def refusals():
     """The errors of calls that cannot be."""
-    found = {}
-    for kind, (given, _) in REFUSED.items():
+    messages = {}
+    for kind, (arguments, _) in REFUSED.items():
         try:
-            found[kind] = str(gather_tokens(*given(torch.zeros(2, 3), dist.get_rank())))
+            messages[kind] = str(gather_tokens(*arguments(torch.zeros(2, 3), dist.get_rank())))
         except (ValueError, TypeError) as error:
-            found[kind] = str(error)
-    return found
+            messages[kind] = str(error)
+    return messages

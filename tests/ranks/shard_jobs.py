@@ -21,8 +21,8 @@ from grpo_kernels.integrations.verl import linear_cross_entropy
 from tests.helpers import flat_calls
 from tests.helpers.batches import config, make_batch, run_fused
 
-OF_RANKS = ("layout", "starts")
-OF_VOCABULARY = ("weight", "bias", "b")
+RANK_OPTIONS = ("layout", "starts")
+VOCABULARY_FIELDS = ("weight", "bias", "b")
 
 
 class Traffic(TorchDispatchMode):
@@ -44,7 +44,7 @@ def on_rank(options: dict[str, Any]) -> dict[str, Any]:
     """A call's options, with the `VocabRanks` of this rank."""
     starts, layout = options.get("starts"), options.get("layout", "replicated")
     start = None if starts is None else starts[dist.get_rank()]
-    rest = {name: x for name, x in options.items() if name not in OF_RANKS}
+    rest = {name: x for name, x in options.items() if name not in RANK_OPTIONS}
     return {**rest, "ranks": VocabRanks(dist.group.WORLD, start, layout)}
 
 
@@ -92,30 +92,30 @@ def scores(cuts, options: dict[str, Any], exact: bool = False) -> dict[str, torc
     }  # fmt: skip
     dtype = torch.float64 if exact else torch.float32
     for name, x in head.items():
-        if name in OF_VOCABULARY and not exact:
+        if name in VOCABULARY_FIELDS and not exact:
             mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),)) if dtensors else None
             rows = rows_of(cuts, options.get("starts"))
             x = distribute_tensor(x, mesh, [Shard(0)]) if dtensors else x[rows]
         head[name] = x.detach().clone().to(dtype).requires_grad_()
-    given = {name: x for name, x in options.items() if name not in OF_RANKS} | {"mask": mask}
+    kwargs = {name: x for name, x in options.items() if name not in RANK_OPTIONS} | {"mask": mask}
     if call != "verl":
-        given |= {"bias": head["bias"], "low_rank": (head["a_out"], head["b"])}
+        kwargs |= {"bias": head["bias"], "low_rank": (head["a_out"], head["b"])}
     if not exact and not dtensors:
-        given["ranks"] = on_rank(options)["ranks"]
+        kwargs["ranks"] = on_rank(options)["ranks"]
     module = flat_calls.reference if exact else flat_calls
     tensors = head["hidden"], head["weight"]
     if call == "loss":
         advantages = batch.advantages.to(dtype)
-        out = module.fused_grpo_loss(*tensors, targets, advantages, **given)
+        out = module.fused_grpo_loss(*tensors, targets, advantages, **kwargs)
         results, total = {"logps": out.logps, "entropy": out.entropy}, out.loss
     else:
         if call == "verl" and not exact:
-            of_call = (given["temperature"], "none", dist.group.WORLD)
-            out = linear_cross_entropy(*tensors, targets, *of_call, mask=mask)
+            call_args = (kwargs["temperature"], "none", dist.group.WORLD)
+            out = linear_cross_entropy(*tensors, targets, *call_args, mask=mask)
         else:
-            given |= {} if exact else {"entropy": True}
+            kwargs |= {} if exact else {"entropy": True}
             targets = None if options.get("entries") else targets
-            out = module.linear_logprobs(*tensors, targets, **given)
+            out = module.linear_logprobs(*tensors, targets, **kwargs)
         names = ("logps", "entropy", "logsumexp")[: 2 if call == "verl" else 3]
         results = dict(zip(names, out, strict=False))
         total = sum((weights_like(x) * x).sum() for x in results.values())
@@ -136,12 +136,12 @@ def weights_like(x: torch.Tensor) -> torch.Tensor:
 def own_tokens() -> dict[str, torch.Tensor]:
     """The gradients of a head over data-parallel ranks, as the page on ranks composes it."""
     batch, rank = make_batch(), dist.get_rank()
-    rows, mine = rows_of((0, 300, 1003)), slice(2 * rank, 2 * rank + 2)
-    hidden = batch.hidden.nan_to_num()[mine].clone().requires_grad_()
+    rows, local = rows_of((0, 300, 1003)), slice(2 * rank, 2 * rank + 2)
+    hidden = batch.hidden.nan_to_num()[local].clone().requires_grad_()
     weight = batch.weight[rows].clone().requires_grad_()
     everyone, targets, mask, advantages = (
         torch.cat(all_gather(x, dist.group.WORLD))
-        for x in (hidden, batch.targets[mine], batch.mask[mine], batch.advantages[mine])
+        for x in (hidden, batch.targets[local], batch.mask[local], batch.advantages[local])
     )
     head = {"ranks": VocabRanks(dist.group.WORLD, hidden="partial")}
     out = flat_calls.fused_grpo_loss(everyone, weight, targets, advantages, mask, **head)
@@ -151,7 +151,7 @@ def own_tokens() -> dict[str, torch.Tensor]:
 
 def sizes(all_cuts) -> list[int]:
     """The vocabulary's size that each call finds."""
-    batch, found = make_batch(), []
+    batch, chunk_sizes = make_batch(), []
     targets = torch.where(batch.mask, batch.targets, 0)
     targets[0, 0] = 2000  # in none of them
     for cuts in all_cuts:
@@ -159,12 +159,12 @@ def sizes(all_cuts) -> list[int]:
         try:
             flat_calls.linear_logprobs(batch.hidden, weight, targets, batch.mask, **on_rank({}))
         except ValueError as error:
-            found.append(int(str(error).split("[0, ")[1].split(")")[0]))
-    return found
+            chunk_sizes.append(int(str(error).split("[0, ")[1].split(")")[0]))
+    return chunk_sizes
 
 
 def raises_alone() -> str:
-    """What the other rank says when one has left."""
+    """Returns the other rank's error when one rank has left."""
     batch, rows = make_batch(), rows_of((0, 500, 1003))
     group = dist.new_group(timeout=timedelta(seconds=3))
     if dist.get_rank():
@@ -196,9 +196,9 @@ def _support(c, r, apart=False):
 
 
 _ON_ALL = "expected on all ranks or on none; got it on ranks "
-_SAME, _OF_PLAN = "expected the same on all ranks; got ", "mask, advantages, chunk_bytes: expected "
+_SAME, _PLAN = "expected the same on all ranks; got ", "mask, advantages, chunk_bytes: expected "
 _BF16 = torch.bfloat16
-# What is wrong: what rank `r` gives instead of the call's arguments `c`, and the error of both.
+# Fault: changes by rank `r` of the call's arguments `c`, and the error on both ranks.
 REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
     "overlap": (lambda c, r: {"start": [0, 400][r]},
                 "ranks.start: expected every column on one rank; got columns 0 to 501, 400 to 900"),
@@ -218,10 +218,10 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
               "weight: expected a row or more on every rank; got [0, 1003] rows"),
     "targets": (lambda c, r: {"targets": c.targets + r * (c.targets == c.targets[0, 0])},
                 "targets: expected the same on all ranks that share the vocabulary"),
-    "mask": (lambda c, r: {"mask": c.mask & (torch.arange(9) < 9 - r)}, _OF_PLAN),
+    "mask": (lambda c, r: {"mask": c.mask & (torch.arange(9) < 9 - r)}, _PLAN),
     "advantages": (lambda c, r: {"advantages": c.advantages * torch.tensor([1.0, 0, 1, 1 - r])},
-                   _OF_PLAN),
-    "chunk_bytes": (lambda c, r: {"chunk_bytes": 4 * 502 * (3 + r)}, _OF_PLAN),
+                   _PLAN),
+    "chunk_bytes": (lambda c, r: {"chunk_bytes": 4 * 502 * (3 + r)}, _PLAN),
     "shape": (lambda c, r: {n: getattr(c, n)[r:] for n in (
         "hidden", "targets", "mask", "advantages")}, f"tokens: {_SAME}[36, 27]"),
     "target ids": (lambda c, r: {"targets": c.targets.clamp(min=1003)},
@@ -241,9 +241,9 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
                "ranks.hidden: expected one of replicated, partial; got 'tokens'"),
     "layouts": (lambda c, r: {"layout": ["partial", "replicated"][r]},
                 f"ranks.hidden: {_SAME}['partial', 'replicated']"),
-    **{name: (lambda c, r, name=name: {name: 1.0 + r}, f"{told}: {_SAME}[1, 2]")
-       for name, told in (("temperature", "temperature"), ("logit_scale", "logit_scale"),
-                          ("softcap", "softcap (0: none)"))},
+    **{name: (lambda c, r, name=name: {name: 1.0 + r}, f"{label}: {_SAME}[1, 2]")
+       for name, label in (("temperature", "temperature"), ("logit_scale", "logit_scale"),
+                           ("softcap", "softcap (0: none)"))},
     "logits_dtype": (lambda c, r: {
         "hidden": c.hidden.to(_BF16), "weight": c.weight.to(_BF16),
         "logits_dtype": ["fp32", "model"][r]}, f"logits_dtype='model': {_ON_ALL}[1]"),
@@ -277,18 +277,18 @@ def refusals() -> dict[str, str]:
 
 def refused(change: Callable[[Any, int], dict[str, Any]]) -> str:
     rank, batch = dist.get_rank(), make_batch()
-    given = {
+    kwargs = {
         "hidden": torch.where(batch.mask[..., None], batch.hidden, 0.0),
         "weight": batch.weight.chunk(2)[rank], "targets": batch.targets, "mask": batch.mask,
         "advantages": batch.advantages, "trained": True,
         "group": dist.group.WORLD, "start": None, "layout": "replicated",
     }  # fmt: skip
-    given |= change(SimpleNamespace(**given), rank)
-    of_ranks = [given.pop(name) for name in ("group", "start", "layout")]
-    given["weight"] = given["weight"].detach().requires_grad_(given.pop("trained"))
+    kwargs |= change(SimpleNamespace(**kwargs), rank)
+    rank_args = [kwargs.pop(name) for name in ("group", "start", "layout")]
+    kwargs["weight"] = kwargs["weight"].detach().requires_grad_(kwargs.pop("trained"))
     try:
-        given.setdefault("ranks", VocabRanks(*of_ranks) if "ranks" not in given else None)
-        flat_calls.fused_grpo_loss(**given)
+        kwargs.setdefault("ranks", VocabRanks(*rank_args) if "ranks" not in kwargs else None)
+        flat_calls.fused_grpo_loss(**kwargs)
     except (ValueError, TypeError) as error:
         return str(error)
     return "nothing"

@@ -20,8 +20,8 @@ KINDS = (
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(kind, ranks):
     both = ranks("tests.ranks.head_jobs:gradients_of_half", kind)
-    model, inputs, labels, given = case(kind)
-    objective = Objective(**given, num_items=scored(labels))
+    model, inputs, labels, kwargs = case(kind)
+    objective = Objective(**kwargs, num_items=scored(labels))
     model(**inputs, labels=labels, fused_head=objective).loss.backward()
     assert scored(labels[:2]) != scored(labels[2:])
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -72,10 +72,10 @@ def test_trl(options, ranks, tmp_path):
         options | {"per_device_train_batch_size": 4}, environment={"ACCELERATE_USE_CPU": "true"},
     )  # fmt: skip
     names = ("loss", "grad_norm", "entropy", "reward", *(["kl"] if "beta" in options else []))
-    for row, wanted in zip(both[0][0][:-1], log[:-1], strict=True):
+    for row, expected in zip(both[0][0][:-1], log[:-1], strict=True):
         for name in names:
-            if name in wanted:
-                assert row[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
-    for _, of_both in both:
+            if name in expected:
+                assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+    for _, trained in both:
         for name, weight in weights.items():
-            torch.testing.assert_close(of_both[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(trained[name], weight, rtol=1e-4, atol=1e-5, msg=name)

@@ -1,4 +1,4 @@
-"""What the ranks of the other tests do where a job goes wrong."""
+"""Failures of a job on ranks."""
 
 import os
 import signal
@@ -30,11 +30,11 @@ def both(x):
 
 def test_what_fails_is_told_and_the_next_job_runs(tmp_path):
     ranks = Ranks(tmp_path)
-    for job, told in (
+    for job, message in (
         ("raise_on_one", r"(?s)rank 1: .*ValueError: no such thing.*rank 1\nabout to fail"),
         ("die_on_one", "rank 0 died, -6"),
     ):
-        with pytest.raises(RankFailed, match=told):
+        with pytest.raises(RankFailed, match=message):
             ranks(f"tests.ranks.test_ranks:{job}")
         assert ranks("tests.ranks.test_ranks:both", 7) == 2 * [[(0, 7), (1, 7)]]
     assert ranks.starts == 3 and ranks.close() == [0, 0]

@@ -7,7 +7,7 @@ from tests.helpers.batches import Result, assert_matches, config, run_fused
 from tests.helpers.head_options import objective_options
 from tests.ranks import sequence_jobs
 
-# Of nine tokens per sequence.
+# Cuts of nine tokens per sequence.
 HALVES, UNEVEN, NONE = (0, 4, 9), (0, 1, 9), (0, 9, 9)
 CUTS = pytest.mark.parametrize("cuts", (HALVES, UNEVEN, NONE), ids=("halves", "uneven", "none"))
 
@@ -29,7 +29,7 @@ def joined(results, dim=1):
 
 @CUTS
 def test_losses(ranks, cuts):
-    """Of the objectives each that looks at its neighbours in another way."""
+    """Each objective that reads neighbouring tokens in a different way."""
     names = ("on_policy", "everything", "gspo", "vespo", "top_entropy_bonus", "is_sequence_mask")
     cases = [objective_options(name) for name in names]
     cases += [
@@ -50,11 +50,11 @@ def test_losses(ranks, cuts):
 
 @pytest.mark.parametrize("sizes", ((3, 3), (1, 4), (0, 2), (5, 0), (0, 0)), ids=str)
 def test_what_is_gathered(ranks, sizes):
-    for of_ranks in zip(*ranks("tests.ranks.sequence_jobs:gathered", sizes), strict=True):
-        expected = torch.cat([mine for mine, _ in of_ranks], -1)
+    for results in zip(*ranks("tests.ranks.sequence_jobs:gathered", sizes), strict=True):
+        expected = torch.cat([local for local, _ in results], -1)
         assert sum(sizes) < 3 or expected.any()
-        for _, whole in of_ranks:
-            assert whole.dtype == expected.dtype and torch.equal(whole, expected)
+        for _, full in results:
+            assert full.dtype == expected.dtype and torch.equal(full, expected)
 
 
 @pytest.mark.parametrize("sizes", ((2, 2), (1, 3), (0, 4)), ids=str)
@@ -80,5 +80,5 @@ def test_packed_sequences(ranks, name):
 
 def test_refused_on_all_ranks(ranks):
     for answers in ranks("tests.ranks.sequence_jobs:refusals"):
-        for kind, (_, told) in sequence_jobs.REFUSED.items():
-            assert told in answers[kind], (kind, answers)
+        for kind, (_, message) in sequence_jobs.REFUSED.items():
+            assert message in answers[kind], (kind, answers)

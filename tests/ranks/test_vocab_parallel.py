@@ -21,20 +21,20 @@ def four_ranks(tmp_path_factory):
 
 def check_scores(ranks, options):
     """Compares what a call returns, and its gradients."""
-    found = ranks("tests.ranks.shard_jobs:scores", UNEVEN, options)
+    results = ranks("tests.ranks.shard_jobs:scores", UNEVEN, options)
     layout, exact = options.get("layout"), shard_jobs.scores(None, options, exact=True)
-    order = sorted(range(len(found)), key=lambda rank: options.get("starts", UNEVEN)[rank])
-    assert all(rank.keys() == exact.keys() for rank in found)
+    order = sorted(range(len(results)), key=lambda rank: options.get("starts", UNEVEN)[rank])
+    assert all(rank.keys() == exact.keys() for rank in results)
     for name, expected in exact.items():
-        mine = [rank[name] for rank in found]
+        shards = [rank[name] for rank in results]
         if name in ("d_weight", "d_bias", "d_b"):
-            actual = mine[0] if options.get("dtensors") else torch.cat([mine[r] for r in order])
+            actual = shards[0] if options.get("dtensors") else torch.cat([shards[r] for r in order])
         elif layout == "partial" and name.startswith("d_"):
-            assert relative_error(mine[0], expected) > 0.1
-            actual = sum(mine)
+            assert relative_error(shards[0], expected) > 0.1
+            actual = sum(shards)
         else:
-            assert all(torch.equal(mine[0], other) for other in mine), name
-            actual = mine[0]
+            assert all(torch.equal(shards[0], other) for other in shards), name
+            actual = shards[0]
         if name.startswith("d_"):
             assert relative_error(actual, expected) < 2e-5, name
         else:
@@ -61,17 +61,17 @@ SOME = [
 @pytest.mark.parametrize("cuts", ((0, 210, 211), (0, 3, 57, 160, 211)), ids=("little", "four"))
 def test_other_cuts(ranks, cuts, request):
     session = ranks if len(cuts) == 3 else request.getfixturevalue("four_ranks")
-    found = session("tests.ranks.pair_jobs:these_pairs", "loss", SOME, cuts)
-    assert found == [[]] * (len(cuts) - 1)
+    problems = session("tests.ranks.pair_jobs:these_pairs", "loss", SOME, cuts)
+    assert problems == [[]] * (len(cuts) - 1)
 
 
 @pytest.mark.parametrize("more", ({}, {"bias": True, "temperature": True}), ids="-".join)
 def test_what_is_said_per_chunk(ranks, more):
-    # Of 36 tokens 21 take part, and 14 of these have an advantage.
+    # 21 of 36 tokens take part; 14 of these have an advantage.
     batch = make_batch()
     trained = int((batch.mask & (batch.advantages != 0)[:, None]).sum())
     rest = int(batch.mask.sum()) - trained
-    at_once = CHUNK // (4 * 703)  # of the rank with the most columns
+    at_once = CHUNK // (4 * 703)  # on the rank with the most columns
     chunks = -(-trained // at_once), -(-rest // at_once)
     options = {"old_logps": True, "chunk_bytes": CHUNK, **more}
     for said in ranks("tests.ranks.shard_jobs:said", UNEVEN, options):
@@ -80,7 +80,7 @@ def test_what_is_said_per_chunk(ranks, more):
         assert {name: said.count(name) for name in said} == expected
 
 
-# Of ids that are the first of a rank, for one; and where the slope is 1e-3 and less.
+# Banned ids include the first of a rank; FLAT has slopes of at most 1e-3.
 BANNED = {"biased": ((0, 300, 301), -torch.inf), "softcap": 6.0}
 FLAT = {"lift": 60.0, "softcap": 12.0}
 SETS = {"support": make_support(make_batch(), without=0.0), "entries": True}
@@ -98,7 +98,7 @@ SCORES = {
     "flat, several, partial": {**FLAT, "several": True, "chunk_bytes": CHUNK, **PARTIAL},
     "sets": {**SETS, "softcap": 6.0},
     "sets, partial": {**SETS, **PARTIAL},
-    # Of the first rank all columns are impossible, of the second some; then all but impossible.
+    # All columns of the first rank, some of the second, are impossible, or nearly so.
     **{
         f"first columns {added}, {call}": {"biased": (tuple(range(350)), added), "call": call}
         for added in (-torch.inf, -1e4, -25.0) for call in ("loss", "logprobs")
@@ -112,16 +112,16 @@ def test_scores(ranks, case):
 
 
 def test_ranks_with_tokens_of_their_own_gather_the_states(ranks):
-    batch, found = make_batch(), ranks("tests.ranks.shard_jobs:own_tokens")
+    batch, results = make_batch(), ranks("tests.ranks.shard_jobs:own_tokens")
     exact = run_fused(batch, exact=True)
-    assert all(abs(x["loss"] - exact.loss) < 1e-6 for x in found)
+    assert all(abs(x["loss"] - exact.loss) < 1e-6 for x in results)
     for name in ("hidden", "weight"):
-        whole = torch.cat([x[name] for x in found])
-        assert relative_error(whole, exact.gradients[name]) < 2e-5
+        full = torch.cat([x[name] for x in results])
+        assert relative_error(full, exact.gradients[name]) < 2e-5
 
 
 def test_another_cut_of_the_same_head(ranks):
-    # What one call knew of the columns is not the next one's.
+    # A call reuses nothing about the columns of the call before.
     answers = ranks("tests.ranks.shard_jobs:sizes", [UNEVEN, (0, 300, 900), (0, 502, 1003)])
     assert answers[0] == answers[1] == [1003, 900, 1003]
 

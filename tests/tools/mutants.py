@@ -12,6 +12,7 @@ green. Damages of the kernels are for the named modules alone, which run the ker
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -49,11 +50,23 @@ class Result(NamedTuple):
 
 
 def damaged(text: str, damage: Damage) -> str:
-    """The source with the damage; refuses one that does not fit it exactly once."""
-    found = text.count(damage.old)
-    if found != 1:
-        raise ValueError(f"{damage.path}: expected {damage.old!r} once; found {found} times")
-    return text.replace(damage.old, damage.new)
+    """Returns the source with the damage, whose anchor must occur once in one function."""
+    bodies = [body for name, body in functions_of(text) if name == damage.function]
+    counts = [body.count(damage.old) for body in bodies]
+    if counts != [1]:
+        name = f"{damage.path}, {damage.function}"
+        raise ValueError(f"{name}: expected one function with {damage.old!r} once; found {counts}")
+    return text.replace(bodies[0], bodies[0].replace(damage.old, damage.new))
+
+
+def functions_of(text: str) -> Iterator[tuple[str, str]]:
+    """Yields the qualified names and sources of functions."""
+    nodes = [("", node) for node in ast.parse(text).body]
+    for scope, node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            yield scope + node.name, ast.get_source_segment(text, node) or ""
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            nodes += [(f"{scope}{node.name}.", x) for x in node.body]
 
 
 def check(damages: Iterable[Damage]) -> None:
@@ -94,7 +107,7 @@ def runs_of(damage: Damage, kernels: bool) -> list[tuple[str, ...]]:
     named = [f"tests/{name}.py" for name in damage.tests]
     if kernels:
         return [(*PTX, *FAST, *named)]
-    # What is in folders is slow by its place alone.
+    # Tests in folders are marked slow by their place.
     marks = ("-m", "not nightly") if any("/" in name for name in damage.tests) else FAST
     return [(*marks, *named), (*FAST, *fast_tier())]
 
@@ -148,8 +161,8 @@ def main(argv: list[str] | None = None) -> int:
     with ThreadPoolExecutor(args.workers) as pool:
         for result in pool.map(partial(run, kernels=args.kernels), chosen):
             results.append(result)
-            told = result.seen_by or (f"BROKEN\n{result.error}" if result.error else NOT_SEEN)
-            print(f"{result.seconds:6.1f} s  {result.damage.what}: {told}", flush=True)
+            outcome = result.seen_by or (f"BROKEN\n{result.error}" if result.error else NOT_SEEN)
+            print(f"{result.seconds:6.1f} s  {result.damage.what}: {outcome}", flush=True)
     seen = sum(bool(result.seen_by) for result in results)
     print(f"{seen} of {len(results)} damages were seen")
     return 0 if seen == len(results) else 1

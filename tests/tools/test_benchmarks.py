@@ -98,8 +98,8 @@ def test_a_contender_that_fails_has_a_row_and_no_time(one_process, monkeypatch, 
     rows = measured("--rounds", "2", "--peers", *FAILING)
     good = [BASELINE, *OURS]
     assert list(rows) == [*good, *FAILING, FLOOR]
-    told = {name: row["status"] for name, row in rows.items()}
-    assert told == dict.fromkeys((*good, FLOOR), "ok") | {k: x for k, (_, x) in FAILING.items()}
+    statuses = {name: row["status"] for name, row in rows.items()}
+    assert statuses == dict.fromkeys((*good, FLOOR), "ok") | {k: x for k, (_, x) in FAILING.items()}
     assert {name for name, row in rows.items() if "seconds" in row} == {*good, FLOOR}
     assert "wrong: off by loss" in capsys.readouterr().out
 
@@ -125,17 +125,17 @@ def test_a_step_that_finds_its_memory_anew_is_taken_again(monkeypatch):
         steps.append(w)
         return one_pass(w)
 
-    for found, expected in (([0, 9999, 9999, 9999], 3), ([*range(0, 80_000, 10_000)], 5)):
-        told = iter(found)
-        monkeypatch.setattr(measure, "_page_faults", lambda told=told: next(told))
+    for faults, expected in (([0, 9999, 9999, 9999], 3), ([*range(0, 80_000, 10_000)], 5)):
+        counts = iter(faults)
+        monkeypatch.setattr(measure, "_page_faults", lambda counts=counts: next(counts))
         steps.clear()
-        found = measure.time_step(counted, w)
-        assert len(steps) == expected and found["seconds"] > 0
-        assert found["results"][2] == pytest.approx(norm, rel=1e-5)
+        row = measure.time_step(counted, w)
+        assert len(steps) == expected and row["seconds"] > 0
+        assert row["results"][2] == pytest.approx(norm, rel=1e-5)
 
 
 def test_what_is_known_is_saved_after_every_round(tmp_path, one_process, monkeypatch):
-    """Of a run that is ended, all but the round that was under way is on the disk."""
+    """A run that is killed loses only the round under way."""
     calls = []
 
     def interrupted(w):
@@ -180,7 +180,7 @@ def test_predictions_stand_beside_measurements(monkeypatch, capsys):
     monkeypatch.setattr(head, "device_of", lambda _: DEVICES["H200"])
     w = make("dense", (64, 101, 16)).to(torch.bfloat16)
     results = head.Results(w, [BASELINE, *OURS, "other"], "cpu", lambda _: None)
-    results.add({name: {"status": "ok", "seconds": [1.0]} for name in results.found})
+    results.add({name: {"status": "ok", "seconds": [1.0]} for name in results.by_name})
     rows = {row["name"]: row.get("predicted_seconds") for row in results.rows()}
     assert all(rows[name] > 0 for name in (BASELINE, *OURS, FLOOR)) and rows["other"] is None
     head.print_table(results.rows())
@@ -224,7 +224,7 @@ def test_a_part_of_a_workload_keeps_its_sets():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("args", "message"),
     (
         (("--peers", "nobody"), "--peers: expected the beginning of eager, log_softmax"),
         (("--workload", "smollm"), "--shapes: expected synthetic workloads only; got smollm"),
@@ -233,18 +233,18 @@ def test_a_part_of_a_workload_keeps_its_sets():
         (("--rounds", "0"), "--rounds: expected at least 1; got 0"),
     ),
 )
-def test_arguments(given, message, capsys):
+def test_arguments(args, message, capsys):
     right = ["--device", "cpu", "--workload", "smollm", "support"]
     assert head.parse_args(right).workload == ["smollm", *TRUNCATED]
     with pytest.raises(SystemExit):
-        head.parse_args(options(*given))
+        head.parse_args(options(*args))
     assert message in capsys.readouterr().err
 
 
 def test_synthetic_logits_have_the_profile_of_a_language_model():
     """Entropy, tail and peak of the demo model's own samples, at another vocabulary."""
-    told = profile(make("dense", (512, 20_011, 192)))
-    entropy, words, below = (float(re.search(p, told)[1]) for p in (
+    text = profile(make("dense", (512, 20_011, 192)))
+    entropy, words, below = (float(re.search(p, text)[1]) for p in (
         r"entropy ([\d.]+)", r"; (\d+) tokens per row", r"2\^-12, ([\d.]+) of",
     ))  # fmt: skip
     assert 2 < entropy < 4 and 80 < words < 250 and below < 0.12
@@ -293,7 +293,7 @@ def test_the_suite_tells_time_memory_and_floor(tmp_path):
 
 
 def test_the_suite_times_nothing_that_is_wrong(tmp_path):
-    """One contender has the wrong sign beside float64, one another gradient in a whole step."""
+    """A wrong sign shows against float64, another gradient in a full step."""
     (tmp_path / "damages.py").write_text("""
 from dataclasses import replace
 from pathlib import Path
@@ -332,9 +332,9 @@ def test_peak_memory_sees_what_comes_and_goes():
 
 
 def test_a_wrong_call_does_not_end_the_others(tmp_path, monkeypatch, capsys):
-    def off(given):
-        value, logps = whole_calls.logps(given)
-        return (value if given.package is reference else 1.01 * value), logps
+    def off(case):
+        value, logps = whole_calls.logps(case)
+        return (value if case.package is reference else 1.01 * value), logps
 
     calls = {"raises": raising(RuntimeError("none")), "off": off, "right": whole_calls.logps}
     cases = {name: (torch.float32, call) for name, call in calls.items()}
@@ -342,6 +342,6 @@ def test_a_wrong_call_does_not_end_the_others(tmp_path, monkeypatch, capsys):
     path = tmp_path / "calls.json"
     with pytest.raises(SystemExit, match="failed: raises, off"):
         whole_calls.main(["--device", "cpu", "--json", str(path)])
-    told = [row["status"] for row in json.loads(path.read_text())["rows"]]
-    assert told == ["RuntimeError: none", "wrong", "ok"]
+    statuses = [row["status"] for row in json.loads(path.read_text())["rows"]]
+    assert statuses == ["RuntimeError: none", "wrong", "ok"]
     assert "1 of 3 calls are right" in capsys.readouterr().out

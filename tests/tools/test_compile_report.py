@@ -37,7 +37,7 @@ def run(code, *args, fails=False):
 
 
 def test_table(tmp_path):
-    """One configuration of each kernel; all of them are what `make compile-report` is for."""
+    """Compiles one configuration per kernel; `make compile-report` compiles all."""
     out = tmp_path / "compile.md"
     result = run("", "--arch", "sm_80", "gfx942", "--markdown", str(out))
     # Aligned, unaligned, and with one of two strides of any size; of the policy loss nothing is
@@ -71,7 +71,7 @@ FAILURES = {
         "policy_loss_kernel on sm_90: 2,048 threads per block, of 1,024",
     ),
     "spills": ("problems([replace(of['logit_grads'], maxnreg=24)])", "bytes of stack"),
-    # What comes of loads one by one.
+    # Loads of one element each.
     "vectors": (
         "problems(['token_stats'], names=(report, 'judged', without_vectors))",
         "token_stats_kernel on sm_90: no vector loads",
@@ -130,15 +130,15 @@ sys.exit(0)
 
 
 @pytest.fixture(scope="module")
-def found():
+def problems_found():
     """The problems of each report, all from one process: some thirty builds."""
     codes = json.dumps({name: code for name, (code, _) in FAILURES.items()})
     return json.loads(run(FINDING, codes).stdout)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_finds(failure, found):
-    assert FAILURES[failure][1] in "\n".join(found[failure])
+def test_finds(failure, problems_found):
+    assert FAILURES[failure][1] in "\n".join(problems_found[failure])
 
 
 def test_what_is_found_fails():

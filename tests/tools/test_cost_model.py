@@ -40,8 +40,8 @@ def test_terms_add_up_and_are_all_there(method, capsys):
     cost_model.main(["--device", "H200", "--shapes", "16384,151936,1536", "--terms"])
     printed = capsys.readouterr().out
     assert float(re.search(rf"^\| {method} \| ([\d.]+)", printed, re.M)[1]) == round(total, 1)
-    told = re.search(rf"^- {method}: (.*)$", printed, re.M)[1]
-    assert sum(float(x.split()[-1]) for x in told.split("; ")) == pytest.approx(total, abs=0.06)
+    by_term = re.search(rf"^- {method}: (.*)$", printed, re.M)[1]
+    assert sum(float(x.split()[-1]) for x in by_term.split("; ")) == pytest.approx(total, abs=0.06)
 
 
 def test_gemms_are_three_and_no_method_is_faster_than_what_it_computes():

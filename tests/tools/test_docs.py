@@ -64,9 +64,9 @@ def test_links_lead_somewhere(page):
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")
-        found = (ROOT / page).parent / path if path else ROOT / page
-        assert found.exists(), target
-        assert not anchor or anchor in anchors(found), target
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
 
 
 @pytest.mark.parametrize("page", PAGES[:2] + PAGES[3:], ids=str)
@@ -99,8 +99,8 @@ PINS = [ROOT / "Makefile", *sorted((ROOT / "constraints").glob("*.txt"))]
 def test_versions_are_those_that_are_installed(path):
     for name, pin in re.findall(r"\b([a-z][\w-]*)==([\d.]+)", path.read_text()):
         package = name.removesuffix("-cpu")
-        of_a_framework = path.stem not in ("Makefile", "default", "lowest", "vllm", package)
-        if package not in VERSIONS or of_a_framework:  # which has needs of its own
+        has_own_needs = path.stem not in ("Makefile", "default", "lowest", "vllm", package)
+        if package not in VERSIONS or has_own_needs:
             continue
         low, high = map(version_numbers, VERSIONS[package])
         installed = version_numbers(pin)
@@ -128,8 +128,8 @@ def test_versions_are_those_that_errors_name():
 @pytest.mark.parametrize("page", PAGES[:2] + PAGES[3:], ids=str)
 def test_versions_stand_in_one_table(page):
     text = (ROOT / page).read_text()
-    told = re.findall(rf"\b({'|'.join(VERSIONS)})[ ,]+(\d+\.[\d.]+) to (\d+\.[\d.]*\d)", text, re.I)
-    assert all(VERSIONS[name.lower()] == tuple(versions) for name, *versions in told), told
+    rows = re.findall(rf"\b({'|'.join(VERSIONS)})[ ,]+(\d+\.[\d.]+) to (\d+\.[\d.]*\d)", text, re.I)
+    assert all(VERSIONS[name.lower()] == tuple(versions) for name, *versions in rows), rows
 
 
 def test_the_readme_s_first_screen():
@@ -147,8 +147,8 @@ def test_the_readme_s_first_screen():
 
 def test_every_loss_type_is_told():
     assert {row[0].strip("`") for row in rows_of("Loss types")} == set(LOSS_TYPES)
-    told = (GRPOLossConfig.__doc__ or "").split("loss_type: ")[1].split("; or an instance")[0]
-    assert set(re.findall('"(.*?)"', told)) == set(LOSS_TYPES)
+    listed = (GRPOLossConfig.__doc__ or "").split("loss_type: ")[1].split("; or an instance")[0]
+    assert set(re.findall('"(.*?)"', listed)) == set(LOSS_TYPES)
     assert f"{len(LOSS_TYPES)} loss\ntypes" in (ROOT / "README.md").read_text()
 
 

@@ -12,13 +12,13 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 
 def test_all_is_well(capsys):
     assert doctor.main([]) == 0
-    told = capsys.readouterr().out
-    assert "VERDICT: all is well" in told and "WRONG" not in told
-    assert "backend: torch (Triton compiles for GPUs only)" in told
-    assert "TRITON_INTERPRET=1 is set" in told
+    output = capsys.readouterr().out
+    assert "VERDICT: all is well" in output and "WRONG" not in output
+    assert "backend: torch (Triton compiles for GPUs only)" in output
+    assert "TRITON_INTERPRET=1 is set" in output
     for dtype in ("float32", "bfloat16", "float16"):
         for call in doctor.CALLS:
-            assert any(dtype in line and call in line for line in told.splitlines())
+            assert any(dtype in line and call in line for line in output.splitlines())
 
 
 def broken(out):
@@ -42,16 +42,16 @@ def test_wrong_results_are_found(damage, monkeypatch, capsys):
     call = getattr(doctor, name)
     monkeypatch.setattr(doctor, name, lambda *args, **options: change(call(*args, **options)))
     assert doctor.main([]) == 1
-    told = capsys.readouterr().out
-    assert told.count(told_as) == 12 and "VERDICT: 12 checks failed" in told
-    assert told.count("RuntimeError: no C compiler") == (12 if change is broken else 0)
+    output = capsys.readouterr().out
+    assert output.count(told_as) == 12 and "VERDICT: 12 checks failed" in output
+    assert output.count("RuntimeError: no C compiler") == (12 if change is broken else 0)
 
 
 ABSENT = "trl (FusedGRPOTrainer, patch_trl): pip install 'trl>=1.8'"
 
 
 @pytest.mark.parametrize(
-    ("versions", "told"),
+    ("versions", "expected"),
     (
         ({"torch": "2.13.0"}, ["all is well", ABSENT]),
         ({"torch": "2.8.0+cu128"}, ["torch 2.8.0+cu128: expected >=2.10: pip install 'torch>=2."]),
@@ -65,8 +65,8 @@ ABSENT = "trl (FusedGRPOTrainer, patch_trl): pip install 'trl>=1.8'"
     ),
     ids=lambda x: next(iter(x)),
 )
-def test_versions(versions, told, monkeypatch, capsys):
-    """Of a machine that has one package."""
+def test_versions(versions, expected, monkeypatch, capsys):
+    """Machines with one package installed."""
 
     def version(name):
         if name not in versions:
@@ -75,10 +75,10 @@ def test_versions(versions, told, monkeypatch, capsys):
 
     monkeypatch.setattr(doctor.metadata, "version", version)
     problems = [problem for _, problem in map(doctor.check_package, doctor.PACKAGES) if problem]
-    assert len(problems) == ("all is well" not in told)
+    assert len(problems) == ("all is well" not in expected)
     doctor.print_verdict(problems, [])
     page = capsys.readouterr().out
-    assert all(part in page for part in told), page
+    assert all(part in page for part in expected), page
     assert ("Not installed" in page) and ("trl" in versions) == (ABSENT not in page)
 
 

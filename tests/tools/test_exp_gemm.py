@@ -52,9 +52,9 @@ def test_the_tiles_of_a_gpu(tile):
 @pytest.mark.parametrize("name", ("logps", "logsumexp", "entropy", "total", "exps"))
 @pytest.mark.parametrize("factor", (0.0, 1.02, float("nan")))
 def test_what_is_wrong_is_seen(name, factor):
-    *given, exps, out = stored(37, 203, 40, SMALL[0])
+    *operands, exps, out = stored(37, 203, 40, SMALL[0])
     (exps if name == "exps" else getattr(out, name)).mul_(factor)
-    assert not all(x <= exp_gemm.LARGEST for x in exp_gemm.errors(*given, exps, out).values())
+    assert not all(x <= exp_gemm.LARGEST for x in exp_gemm.errors(*operands, exps, out).values())
 
 
 def test_only_what_is_right_is_timed(monkeypatch):
@@ -68,6 +68,6 @@ def test_only_what_is_right_is_timed(monkeypatch):
     monkeypatch.setattr(exp_gemm, "exp_gemm", off)
     rows = [*gpu_day.exp_gemm(gpu_day.Day("cpu"), 4096, 896)]
     names = ["mm to float32, sweep", *(f"exp_gemm, {tuple(x)}" for x in SMALL)]
-    told = [(row["run"], row["status"]) for row in rows if "status" in row]
-    assert told == list(zip(names, ("right", "wrong", "right"), strict=True))
+    statuses = [(row["run"], row["status"]) for row in rows if "status" in row]
+    assert statuses == list(zip(names, ("right", "wrong", "right"), strict=True))
     assert [row["run"] for row in rows if "ms" in row] == ["mm", names[0], names[2]]

@@ -21,7 +21,7 @@ from grpo_kernels.base.checks import ValueChecks
 from tests.helpers.fake_cuda import CountedCUDA
 
 NAMES = [name for name, _, _ in gpu_day.PARTS]
-# What a machine for tests may lack.
+# Packages that a machine for tests may lack.
 ABSENT = {"cut-cross-entropy", "Liger Triton loss", "graph"}
 
 
@@ -147,9 +147,9 @@ ON_GPU = [part for part in gpu_day.PARTS if not part[0].startswith(WITHOUT)]
 @pytest.mark.parametrize("name, run, limit", ON_GPU, ids=[part[0] for part in ON_GPU])
 def test_a_part_on_a_gpu(gpu, name, run, limit):
     """At its real sizes, all that is said to CUDA."""
-    told = json.loads(json.dumps([*run(gpu_day.Day("cuda"))]))
-    assert told and {row.get("status", "ok") for row in told} <= {"ok", "right"}, told
-    timed = [row for row in told if {"ms", "g_per_s"} & set(row)]
+    rows = json.loads(json.dumps([*run(gpu_day.Day("cuda"))]))
+    assert rows and {row.get("status", "ok") for row in rows} <= {"ok", "right"}, rows
+    timed = [row for row in rows if {"ms", "g_per_s"} & set(row)]
     assert timed
     for row in timed:
         assert row.get("ms", 3 * [2.0]) == 3 * [2.0] and row.get("g_per_s", 1.0) > 0
@@ -159,7 +159,7 @@ def test_a_part_on_a_gpu(gpu, name, run, limit):
     if name.startswith("call"):
         modelled = {row["run"] for row in timed if row["x_model"] > 0}
         assert modelled == {gpu_day.FLOOR, *gpu_day.OURS}
-        trace = told[-1]
+        trace = rows[-1]
         assert trace["kernels"] == {"gemm": [2.0, 1], "sweep": [1.0, 1]}
         assert trace["products"] == {"aten::mm [[8, 4], [4, 2]]": [2.0, 1]}
         assert (trace["busy_ms"], trace["idle_ms"], trace["launches"]) == (3.0, 1.0, 2)
@@ -168,8 +168,8 @@ def test_a_part_on_a_gpu(gpu, name, run, limit):
 def test_the_tests_of_a_day_are_there():
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *gpu_day.TESTS.split()]
     command += ["-p", "tests.ptx.plugin", "--ptx-cuda"]
-    told = subprocess.run(command, cwd=gpu_day.ROOT, capture_output=True, text=True).stdout
-    assert told.count("test_cuda_values.py") > 50, told
+    output = subprocess.run(command, cwd=gpu_day.ROOT, capture_output=True, text=True).stdout
+    assert output.count("test_cuda_values.py") > 50, output
     assert all(".py" not in x or (gpu_day.ROOT / x).exists() for x in gpu_day.TESTS.split())
 
 
@@ -183,8 +183,8 @@ def test_a_wrong_result_has_no_time(monkeypatch):
 
     monkeypatch.setattr(gpu_day, "run_of", off)
     rows = [*gpu_day.call(gpu_day.Day("cpu"), 64, 16)]
-    told = {row["run"]: row["status"] for row in rows if "status" in row}
-    assert told == {"eager, log_softmax": "right", "ours, scoring": "wrong", "ours": "wrong"}
+    statuses = {row["run"]: row["status"] for row in rows if "status" in row}
+    assert statuses == {"eager, log_softmax": "right", "ours, scoring": "wrong", "ours": "wrong"}
     assert [row["run"] for row in rows if "ms" in row] == [gpu_day.FLOOR, "eager, log_softmax"]
 
 
@@ -195,8 +195,8 @@ def test_float64_is_that_of_autograd():
     out = gpu_day.reference.fused_grpo_loss(
         *leaves, w.targets, w.advantages, old_logps=w.old_logps.double()
     )
-    others = [out.logps, *torch.autograd.grad(out.loss, leaves)]
-    for x, y in zip(true, others, strict=True):
+    expected = [out.logps, *torch.autograd.grad(out.loss, leaves)]
+    for x, y in zip(true, expected, strict=True):
         torch.testing.assert_close(x.view_as(y), y, rtol=1e-6, atol=1e-9)
 
 
@@ -249,9 +249,9 @@ def test_a_run_that_is_cut_keeps_what_it_had(tmp_path, known_machine, place, end
     until(lambda: not is_running(pid))
     assert [*done] == names[: names.index(NAMES[place]) + 1]
     for name, part in done.items():
-        here = name == NAMES[place]
-        assert part["status"] == ("ended with the run" if here else "ok")
-        assert part["rows"] == [{"run": "before"} if here else {"run": "quick", "ms": 1.2346}]
+        is_cut = name == NAMES[place]
+        assert part["status"] == ("ended with the run" if is_cut else "ok")
+        assert part["rows"] == [{"run": "before"} if is_cut else {"run": "quick", "ms": 1.2346}]
 
 
 def raises(day):

@@ -35,20 +35,20 @@ class Structure(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.found = []
+        self.tags = []
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        self.found.append((tag, attrs))
+        self.tags.append((tag, attrs))
 
     def handle_endtag(self, tag):
-        self.found.append(tag)
+        self.tags.append(tag)
 
     handle_comment = handle_decl = unknown_decl = handle_pi = handle_endtag
 
 
 def structure_of_report(folder, text):
-    """That of a run in whose every text this one stands."""
+    """Returns the structure of the report of a run whose every text is this one."""
     accuracy = {"problems": 3, "accuracy": 0.5, "low": 0.1, "high": 0.9}
     shown = {"prompt": text, "completion": text, "answer": text, "ended": True, "advantage": 0.0}
     for name, row in (
@@ -59,7 +59,7 @@ def structure_of_report(folder, text):
         (folder / f"{name}.jsonl").write_text(json.dumps({"step": 1, **row}) + "\n")
     options = {"model": text, "name": text, "dataset": text, "rewards": [text]}
     (folder / "config.json").write_text(json.dumps(options))
-    return Structure(report.write(folder)[0].read_text()).found
+    return Structure(report.write(folder)[0].read_text()).tags
 
 
 @pytest.mark.usefixtures("curves")
@@ -120,8 +120,8 @@ def read_log(text, folder):
 
 def read_state(text, folder):
     """A checkpoint's: of other options, or of none."""
-    given = checkpoint.state_of(written(text, folder / "state.json").parent)
-    checkpoint.check_same(given, json.loads(json.dumps(vars(TrainingConfig(model="m")))), 1, {})
+    state = checkpoint.state_of(written(text, folder / "state.json").parent)
+    checkpoint.check_same(state, json.loads(json.dumps(vars(TrainingConfig(model="m")))), 1, {})
 
 
 # What reads texts, and some that it reads as a rule.

@@ -24,5 +24,5 @@ def test_a_damage_that_tests_see(monkeypatch, capsys):
     monkeypatch.setattr(mutants, "DAMAGES", [seen, seen._replace(new=seen.old)])
     monkeypatch.setattr(mutants, "fast_tier", lambda: ["tests/test_plan.py"])
     assert mutants.main(["--workers", "1"]) == 1
-    told = capsys.readouterr().out
-    assert "test_plan.py::" in told and mutants.NOT_SEEN in told
+    output = capsys.readouterr().out
+    assert "test_plan.py::" in output and mutants.NOT_SEEN in output

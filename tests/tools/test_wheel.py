@@ -59,8 +59,8 @@ def test_source(tmp_path):
         names = {name.split("/", 1)[1] for name in archive.getnames()}
         text = archive.extractfile(f"grpo_kernels-{__version__}/PKG-INFO").read()
     package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("grpo_kernels/**/*.py")}
-    beside = {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"}
-    assert package | beside | {"tests/conftest.py", "grpo_kernels/py.typed"} <= names
+    top_level = {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"}
+    assert package | top_level | {"tests/conftest.py", "grpo_kernels/py.typed"} <= names
     folders = {name.split("/")[0] for name in names if "/" in name}
     assert folders == {
         "grpo_kernels", "tests", "examples", "docs", "benchmarks", "packaging", "constraints",

@@ -28,13 +28,13 @@ V, R, K = 1003, 5, 7  # the vocabulary is odd: rows of logits are padded
 LARGE = 151_936
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 LOGPS = 1e-4
-# Of gradients, relative, on few tokens.
+# Relative errors of gradients on few tokens.
 TOLERANCE = {FP32: 2e-5, BF16: 6e-3, FP16: 3e-3}
 # Keeps gradients in the range of float16.
 SCALE = 64.0
 
 
-class Given:
+class Case:
     """A call's arguments: `x` has the trained tensors, `batch` the rest, `how` the execution."""
 
     def __init__(self, batch: Batch, dtype: torch.dtype, package: Any, how: dict[str, Any]) -> None:
@@ -53,82 +53,82 @@ Results = tuple[Tensor, Tensor]  # a loss, and log-probs
 
 
 def loss(
-    given: Given, head: Any = None, cfg: GRPOLossConfig | None = None, **options: Any
+    case: Case, head: Any = None, cfg: GRPOLossConfig | None = None, **options: Any
 ) -> Results:
     """The GRPO loss of a head, by default the weight alone."""
-    batch, x = given.batch, given.x
-    options |= given.how | {"old_logps": batch.old_logps, "config": cfg or config()}
+    batch, x = case.batch, case.x
+    options |= case.how | {"old_logps": batch.old_logps, "config": cfg or config()}
     mask = options.pop("mask", batch.mask)
     head = x.weight if head is None else head
-    out = given.package.fused_grpo_loss(
+    out = case.package.fused_grpo_loss(
         x.hidden, head, batch.targets, batch.advantages, mask, **options
     )
     return out.loss, out.logps
 
 
-def logps(given: Given, head: Any = None, targets: Tensor | None = None) -> Results:
+def logps(case: Case, head: Any = None, targets: Tensor | None = None) -> Results:
     """The mean square of log-probs, and these."""
-    batch, x = given.batch, given.x
+    batch, x = case.batch, case.x
     head = x.weight if head is None else head
     targets = batch.targets if targets is None else targets
-    out = given.package.linear_logprobs(x.hidden, head, targets, batch.mask, **given.how)
-    kept = batch.mask if targets.ndim == 2 else batch.mask[..., None]
-    return torch.where(kept, out.logps, 0.0).square().mean(), out.logps
+    out = case.package.linear_logprobs(x.hidden, head, targets, batch.mask, **case.how)
+    scored = batch.mask if targets.ndim == 2 else batch.mask[..., None]
+    return torch.where(scored, out.logps, 0.0).square().mean(), out.logps
 
 
-def every_token(given: Given) -> Results:
+def every_token(case: Case) -> Results:
     """The loss where nothing is masked."""
-    x, batch = given.x, given.batch
+    x, batch = case.x, case.batch
     with torch.no_grad():
         x.hidden.nan_to_num_()
     batch.targets, batch.old_logps = batch.targets.clamp(0, V - 1), batch.old_logps.nan_to_num(-2.0)
-    return loss(given, mask=None)
+    return loss(case, mask=None)
 
 
-def adapted(given: Given) -> Results:
-    x = given.x
-    return loss(given, LMHead(x.weight, x.bias, (x.a_out, x.b)))
+def adapted(case: Case) -> Results:
+    x = case.x
+    return loss(case, LMHead(x.weight, x.bias, (x.a_out, x.b)))
 
 
-def frozen(given: Given) -> Results:
-    return logps(given, given.x.weight.detach())
+def frozen(case: Case) -> Results:
+    return logps(case, case.x.weight.detach())
 
 
-def many_targets(given: Given) -> Results:
-    steps = 11 * torch.arange(K, device=given.batch.targets.device)
-    return logps(given, targets=(given.batch.targets[..., None] + steps) % V)
+def many_targets(case: Case) -> Results:
+    steps = 11 * torch.arange(K, device=case.batch.targets.device)
+    return logps(case, targets=(case.batch.targets[..., None] + steps) % V)
 
 
-def of_support(given: Given) -> Results:
-    return loss(given, support=_support(given, without=0.3))
+def with_support(case: Case) -> Results:
+    return loss(case, support=_support(case, without=0.3))
 
 
-def of_entries(given: Given) -> Results:
+def with_entries(case: Case) -> Results:
     """Every id of a token's set, where every token has one."""
-    x, batch = given.x, given.batch
+    x, batch = case.x, case.batch
     with torch.no_grad():
         x.hidden.nan_to_num_()
     batch.mask, batch.targets = torch.ones_like(batch.mask), batch.targets.clamp(0, V - 1)
-    support = _support(given, without=0.0)
-    out = given.package.linear_logprobs(
-        x.hidden, x.weight, None, support=support, entries=True, **given.how
+    support = _support(case, without=0.0)
+    out = case.package.linear_logprobs(
+        x.hidden, x.weight, None, support=support, entries=True, **case.how
     )
     return out.logps.square().mean(), out.logps
 
 
-def _support(given: Given, without: float) -> grpo_kernels.Support:
-    batch = given.batch
+def _support(case: Case, without: float) -> grpo_kernels.Support:
+    batch = case.batch
     sets = make_support(batch, without=without)
     return grpo_kernels.Support(*(x.to(batch.targets.device) for x in sets))
 
 
-def at(**options: Any) -> Callable[[Given], Results]:
+def at(**options: Any) -> Callable[[Case], Results]:
     """A loss with options of the objective."""
-    return lambda given: loss(given, cfg=config(**options))
+    return lambda case: loss(case, cfg=config(**options))
 
 
 # The most telling first: name, dtype, call.
-CASES: dict[str, tuple[torch.dtype, Callable[[Given], Results]]] = {
+CASES: dict[str, tuple[torch.dtype, Callable[[Case], Results]]] = {
     "one pass, bf16": (BF16, loss),
     "one pass, fp32": (FP32, loss),
     "one pass, fp16": (FP16, loss),
@@ -138,15 +138,15 @@ CASES: dict[str, tuple[torch.dtype, Callable[[Given], Results]]] = {
     "log-probs, fp32": (FP32, logps),
     "two passes": (BF16, at(loss_type="gspo")),
     "entropy": (BF16, at(entropy_coef=0.05)),
-    "softcap": (BF16, lambda given: loss(given, LMHead(given.x.weight, softcap=5.0))),
+    "softcap": (BF16, lambda case: loss(case, LMHead(case.x.weight, softcap=5.0))),
     "bias and LoRA": (BF16, adapted),
     "frozen head": (BF16, frozen),
     "every token counts": (BF16, every_token),
     "capturable": (BF16, loss),
     "batch-invariant": (BF16, loss),
     "several targets": (BF16, many_targets),
-    "support": (BF16, of_support),
-    "entries of a support": (BF16, of_entries),
+    "support": (BF16, with_support),
+    "entries of a support": (BF16, with_entries),
 }
 HOW = {"capturable": {"capturable": True}, "batch-invariant": {"batch_invariant": True}}
 
@@ -164,18 +164,18 @@ def compare(name: str, device: str, *, large: int = LARGE, tokens: int = 64) -> 
         (grpo_kernels, dtype, {"execution": execution}),
     ):
         batch = make_batch(**sizes).to(device, dtype)
-        given = Given(batch, to, package, how)
-        value, scored = call(given)
+        case = Case(batch, to, package, how)
+        value, scored = call(case)
         (SCALE * value).backward()
-        both.append((value.detach(), scored.detach(), vars(given.x)))
-    (value, exact, wanted), (mine, scored, got) = both
-    off = (mine - value).abs() / value.abs().clamp(min=1.0)
+        both.append((value.detach(), scored.detach(), vars(case.x)))
+    (value, exact, grads), (actual, scored, actual_grads) = both
+    off = (actual - value).abs() / value.abs().clamp(min=1.0)
     row = {"loss": float(off), "logps": float((scored - exact).abs().max())}
-    for key, x in wanted.items():
-        if (x.grad is None) != (got[key].grad is None):
+    for key, x in grads.items():
+        if (x.grad is None) != (actual_grads[key].grad is None):
             row[f"d_{key}"] = float("nan")
         elif x.grad is not None:
-            row[f"d_{key}"] = relative_error(got[key].grad, x.grad)
+            row[f"d_{key}"] = relative_error(actual_grads[key].grad, x.grad)
     return row
 
 
@@ -206,8 +206,8 @@ def main(argv: list[str] | None = None) -> None:
     result = new_result(args.device)
     for row in results(args.device, args.large):
         result["rows"].append(row)
-        told = "  ".join(f"{key} {x:.1e}" for key, x in row.items() if isinstance(x, float))
-        print(f"{row['call']:28} {row['status'][:300]:6}  {told}", flush=True)
+        errors = "  ".join(f"{key} {x:.1e}" for key, x in row.items() if isinstance(x, float))
+        print(f"{row['call']:28} {row['status'][:300]:6}  {errors}", flush=True)
         write_json(args.json, result)
     bad = [row["call"] for row in result["rows"] if row["status"] != "ok"]
     print(f"{len(CASES) - len(bad)} of {len(CASES)} calls are right")
