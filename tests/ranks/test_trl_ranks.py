@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 from tests.helpers.ranks import ROOT
-from tests.helpers.trl_runs import assert_same_run, folder_of
+from tests.helpers.trl_runs import assert_same_run, folder_of, on_a_cpu
 from tests.ranks.trl_jobs import train
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -69,8 +69,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("kind", ("ddp", "fsdp2", "zero3"))
 def test_two_processes_are_as_one_of_trl(kind, name, ranks, alone, tmp_path):
     """Losses, gradient norms, KL and all else that TRL logs, and the weights afterwards."""
-    if kind == "zero3" and not importlib.util.find_spec("deepspeed"):
-        pytest.skip("needs DeepSpeed: make test-rest has it")
+    skip_without_deepspeed(kind)
     mine, _ = ranks(
         "tests.ranks.trl_jobs:train", kind, FusedGRPOTrainer, folder_of("qwen2"), str(tmp_path),
         OPTIONS[name], environment=environment_of(kind),
@@ -78,8 +77,29 @@ def test_two_processes_are_as_one_of_trl(kind, name, ranks, alone, tmp_path):
     assert_same_run(run_of(*mine, OPTIONS[name]), run_of(*alone(name), OPTIONS[name]))
 
 
+def skip_without_deepspeed(kind):
+    if kind == "zero3" and not importlib.util.find_spec("deepspeed"):
+        pytest.skip("needs DeepSpeed: make test-rest has it")
+
+
 def run_of(log, weights, options):
     """The run as `assert_same_run` takes it, without TRL's means of the means of micro-batches."""
     if options.get("gradient_accumulation_steps", 1) > 1:
         log = [{key: x for key, x in row.items() if key not in MEANS} for row in log]
     return [row["loss"] for row in log if "loss" in row], log, weights
+
+
+SHARDED = {"qwen2.5-1.5b-2x24gb-zero3": "zero3", "qwen2.5-7b-8x80gb-fsdp2-vllm": "fsdp2"}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_first_step_of_a_sharded_recipe(name, ranks, tiny_model, tmp_path):
+    kind = SHARDED[name]
+    skip_without_deepspeed(kind)
+    recipe = f"examples/configs/trl/{name}.yaml"
+    assert f"examples/configs/{kind}.yaml" in (ROOT / recipe).read_text()
+    argv = ["--config", recipe, *on_a_cpu(tiny_model, tmp_path)]
+    first, second = ranks(
+        "tests.ranks.trl_jobs:example", kind, argv, environment=environment_of(kind)
+    )
+    assert first[0]["step"] == 1 and first[0]["grad_norm"] == second[0]["grad_norm"] > 0

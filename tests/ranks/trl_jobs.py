@@ -1,6 +1,7 @@
 """A job of the ranks: one run of TRL's trainer, whose weights the ranks may share."""
 
 import random
+import sys
 
 import torch
 import transformers
@@ -13,9 +14,8 @@ from tests.helpers.trl_runs import arguments_of, noise, prompts
 KINDS = {"": "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}
 
 
-def train(kind: str, trainer_class: type, model: str, output: str, options: dict):
-    """Returns the rows of the log, and the weights afterwards, in the first process at least."""
-    peft_config = options.pop("peft_config", None)
+def set_up(kind: str) -> None:
+    """Has accelerate take the processes as they are, on a CPU, for a job of this kind."""
     if kind == "zero3":
         import deepspeed
 
@@ -26,6 +26,12 @@ def train(kind: str, trainer_class: type, model: str, output: str, options: dict
     if kind == "fsdp2":
         # accelerate has it for GPUs alone, though it works with gloo as well.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def train(kind: str, trainer_class: type, model: str, output: str, options: dict):
+    """Returns the rows of the log, and the weights afterwards, in the first process at least."""
+    peft_config = options.pop("peft_config", None)
+    set_up(kind)
     arguments = arguments_of(
         output, accelerator_config={"use_configured_state": bool(kind)},
         per_device_train_batch_size=4 if kind else 8, **options,
@@ -53,6 +59,17 @@ def train(kind: str, trainer_class: type, model: str, output: str, options: dict
     assert kind != "zero3" or all(weight.numel() == 0 for weight in weights)
     gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return trainer.state.log_history, gathered
+
+
+def example(kind: str, argv: list[str]) -> list[dict]:
+    """Returns the log of `examples/trl_gsm8k.py` with these arguments."""
+    sys.path.append("examples")
+    from examples import trl_gsm8k
+
+    set_up(kind)
+    trainer = trl_gsm8k.main([*argv, "--accelerator_config", '{"use_configured_state": true}'])
+    assert trainer.accelerator.distributed_type.value == KINDS[kind]
+    return trainer.state.log_history
 
 
 def completions_of(prompts: list[list[int]]) -> list[list[int]]:
