@@ -81,7 +81,7 @@ SMOKE := $(addprefix tests/test_,private.py policy.py training.py data.py) \
   $(addprefix "tests/peers/test_trl.py::test_,$(addsuffix ",patched lora_on_the_head_is_trained \
     the_exact_kl a_trl_that_calls_no_name_of_ours_is_refused the_same_run[lora] \
     the_same_run[adaptive_entropy] the_same_run[sequence])) \
-  tests/ranks/test_training_ranks.py tests/ranks/test_trl_ranks.py -k "not ranks or entropy-ddp or fsdp2-a"
+  tests/ranks/test_training_ranks.py tests/ranks/test_trl_ranks.py -k "not ranks or entropy or fsdp2-a"
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 STAY := from importlib.metadata import version as v; print("torch==" + v("torch"), "triton==" + v("triton"), sep="\n")
 RAN := import sys; from importlib.metadata import version as v; print(sys.version.split()[0], *(f"{p} {v(p)}" for p in sys.argv[1:]), sep=", ")
