@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .hf_head import base_model, beyond_lora, is_prompt_learning
+from .hf_head import base_model, beyond_lora, is_prompt_learning, is_sharded
 
 
 class WorkerExtension:
@@ -100,12 +100,18 @@ _PLAIN = "model: expected plain LoRA, which can be merged on the way to vLLM"
 
 
 def check_can_be_sent(model: Any) -> None:
-    """Refuses adapters that the weights which are sent would lack, or have twice.
+    """Refuses sharded weights, and adapters that the sent weights would lack, or have twice.
 
     Raises:
-        ValueError: one that cannot be merged into a weight, or one on a tied head or embedding
-            that makes them two weights, of which vLLM has one.
+        ValueError: a sharded weight, an adapter that cannot be merged into a weight, or one on a
+            tied head or embedding that makes them two weights, of which vLLM has one.
     """
+    sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"model: expected whole weights; got a sharded one, {sharded}: TRL's trainer sends "
+            "such weights to vLLM itself"
+        )
     if not hasattr(model, "peft_config"):
         return
     if is_prompt_learning(model):

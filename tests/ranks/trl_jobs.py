@@ -53,6 +53,7 @@ def train(kind: str, trainer_class: type, model: str, output: str, options: dict
         processing_class=make_tokenizer(), peft_config=peft_config,
     )  # fmt: skip
     assert trainer.accelerator.distributed_type.value == KINDS[kind]
+    assert trainer.accelerator.num_processes == (2 if kind else 1)
     trainer.train()
     weights = list(trainer.model.parameters())
     assert kind != "fsdp2" or all(hasattr(weight, "full_tensor") for weight in weights)
@@ -68,7 +69,8 @@ def example(kind: str, argv: list[str]) -> list[dict]:
 
     set_up(kind)
     trainer = trl_gsm8k.main([*argv, "--accelerator_config", '{"use_configured_state": true}'])
-    assert trainer.accelerator.distributed_type.value == KINDS[kind]
+    found = trainer.accelerator
+    assert (found.distributed_type.value, found.num_processes) == (KINDS[kind], 2)
     return trainer.state.log_history
 
 
