@@ -58,9 +58,14 @@ sanitize: $(VENV)/installed ## the kernels' PTX executed on a CPU [SANITIZE="--p
 	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) --ptx-cuda -m gpu $(ON_CUDA) $(ARGS)
 	$(TEST) -p tests.ptx.plugin --ptx-arch 80 tests/tools/test_exp_gemm.py -k tiles_of_a_gpu $(ARGS)
 
-test-rest: $(VENV)/installed ## the slow tests: peers, ranks, benchmarks, examples, docs
+test-rest: $(VENV)/installed $(VENV)/deepspeed/installed ## the slow tests: peers, ranks, benchmarks, examples, docs
 	$(TEST) $(PARALLEL) -m "slow and not nightly" --hypothesis-profile=full --ignore=tests/ranks --ignore=tests/vllm $(ARGS)
-	$(TEST) tests/ranks -m "not nightly" $(ARGS)
+	PYTHONPATH=$(VENV)/deepspeed $(TEST) tests/ranks -m "not nightly" $(ARGS)
+
+# Without torch and what else is there, in a folder of its own: where it is installed, others load it.
+$(VENV)/deepspeed/installed: | $(VENV)/installed
+	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(@D) deepspeed==0.19.8 einops hjson msgpack py-cpuinfo
+	touch $@
 
 # The last two lines mostly wait for processes that are lost, and measure.
 test-all: test sanitize test-rest with-vllm with-trl with-liger ## all tests but those with FRAMEWORK=verl and the like
@@ -76,7 +81,7 @@ SMOKE := $(addprefix tests/test_,private.py policy.py training.py data.py) \
   $(addprefix "tests/peers/test_trl.py::test_,$(addsuffix ",patched lora_on_the_head_is_trained \
     the_exact_kl a_trl_that_calls_no_name_of_ours_is_refused the_same_run[lora] \
     the_same_run[adaptive_entropy] the_same_run[sequence])) \
-  tests/ranks/test_training_ranks.py -k "not test_training_ranks or entropy-fsdp2"
+  tests/ranks/test_training_ranks.py tests/ranks/test_trl_ranks.py -k "not ranks or entropy or fsdp2-a"
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 STAY := from importlib.metadata import version as v; print("torch==" + v("torch"), "triton==" + v("triton"), sep="\n")
 RAN := import sys; from importlib.metadata import version as v; print(sys.version.split()[0], *(f"{p} {v(p)}" for p in sys.argv[1:]), sep=", ")

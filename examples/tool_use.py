@@ -75,7 +75,7 @@ class WithCalculator:
                 for one in self.rollout(prompts, count, first)]  # fmt: skip
         for _ in range(3):  # calls per completion, at most
             asked = {i: text for i, one in enumerate(done) if (text := self.result(one, sampling))}
-            # Equally often in every process: where weights are sharded, all of them sample.
+            # Equally often in every process, as a rollout may make them wait for each other.
             places = list(asked) or [0]
             left = min(self.left(done[i], asked.get(i, []), sampling) for i in places)
             more = self.rollout(

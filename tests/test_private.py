@@ -40,12 +40,11 @@ def test_views_share_a_storage_without_memory():
         ("is_unit_within", SimpleNamespace(_get_fsdp_state=SimpleNamespace), "_is_root"),
         ("hooks_of", SimpleNamespace(), "_forward_pre_hooks"),
         ("keeps_a_state", SimpleNamespace(), "_is_stateful"),
-        ("whole_layers", SimpleNamespace(), "_no_split_modules"),
         ("variants_of_lora", SimpleNamespace(), VARIANTS),
     ),
 )
 def test_a_version_without_it_is_named(function, without, name):
-    package = {"keeps": "transformers", "whole": "transformers", "variants": "peft"}
+    package = {"keeps": "transformers", "variants": "peft"}
     package = package.get(function.partition("_")[0], "torch")
     message = (
         f"{package}: expected {private.TESTED_VERSIONS[package]}, which have "

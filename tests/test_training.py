@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 
 from grpo_kernels.loss.losses import Sapo
 from grpo_kernels.training import (
@@ -167,12 +165,6 @@ def test_the_exact_kl_holds_the_policy_back(kind, other, tiny_model, tmp_path):
     else:  # the policy itself, before its first update
         assert first == pytest.approx([0, 0], abs=1e-6)
         assert 0 < last[1] < last[0] / 2
-
-
-def test_the_exact_kl_is_refused_where_heads_are_sharded(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
-    with pytest.raises(ValueError, match="kl_estimator: expected another with FSDP or DeepSpeed"):
-        trainer_of(config_of(tiny_model, tmp_path, beta=0.1, kl_estimator="exact"))
 
 
 @pytest.mark.parametrize("target", (None, r".*\.q_proj|lm_head"), ids=("layers", "head"))

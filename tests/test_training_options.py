@@ -102,6 +102,15 @@ def test_processes_that_would_train_apart_are_refused(monkeypatch, tmp_path):
         make_accelerator(config)
 
 
+@pytest.mark.parametrize("kind", ("FSDP", "DEEPSPEED", "MEGATRON_LM"))
+def test_a_launch_that_shards_is_refused_before_a_model_is_loaded(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    config = trainer_runs.config_of(tmp_path / "nowhere", tmp_path)
+    for call in (load_model, make_accelerator):
+        with pytest.raises(ValueError, match=f"ACCELERATE_USE_{kind}: .*FusedGRPOTrainer"):
+            call(config)
+
+
 def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(OSError, match=r"model: .*nowhere' is no folder with a model, and the hub"):
         load_model(trainer_runs.config_of(tmp_path / "nowhere", tmp_path))

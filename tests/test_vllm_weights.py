@@ -115,6 +115,13 @@ def test_adapters_that_are_no_product_are_refused(name):
         list(names_and_weights(model))
 
 
+def test_a_sharded_weight_is_refused():
+    model = make_model("llama")
+    model.model.norm.weight.ds_id = 7  # as ZeRO-3 marks its parameters
+    with pytest.raises(ValueError, match=r"expected whole weights; .*, model\.norm\.weight: TRL"):
+        list(names_and_weights(model))
+
+
 def test_a_quantized_weight_is_refused_under_an_adapter():
     model = adapted(make_model("llama"), target_modules=["q_proj"])
     layer = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer

@@ -47,11 +47,6 @@ def keeps_a_state(model: Any) -> bool:
     return bool(_private(model, "_is_stateful", "transformers"))
 
 
-def whole_layers(model: Any) -> Any:
-    """Names of the layers of a transformers model that no device map or sharding splits."""
-    return _private(model, "_no_split_modules", "transformers")
-
-
 def variants_of_lora(layer: Any) -> Any:
     """The variant of LoRA of each PEFT adapter on a layer: none, True for DoRA, or an object."""
     has_variants = version_numbers(import_module("peft").__version__) >= (0, 16)

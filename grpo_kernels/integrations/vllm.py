@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 
-from .hf_head import base_model, beyond_lora, is_prompt_learning
+from .hf_head import base_model, beyond_lora, is_prompt_learning, is_sharded
 
 
 class WorkerExtension:
@@ -101,12 +100,18 @@ _PLAIN = "model: expected plain LoRA, which can be merged on the way to vLLM"
 
 
 def check_can_be_sent(model: Any) -> None:
-    """Refuses adapters that the weights which are sent would lack, or have twice.
+    """Refuses sharded weights, and adapters that the sent weights would lack, or have twice.
 
     Raises:
-        ValueError: one that cannot be merged into a weight, or one on a tied head or embedding
-            that makes them two weights, of which vLLM has one.
+        ValueError: a sharded weight, an adapter that cannot be merged into a weight, or one on a
+            tied head or embedding that makes them two weights, of which vLLM has one.
     """
+    sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"model: expected whole weights; got a sharded one, {sharded}: TRL's trainer sends "
+            "such weights to vLLM itself"
+        )
     if not hasattr(model, "peft_config"):
         return
     if is_prompt_learning(model):
@@ -142,13 +147,12 @@ def _beyond_merging(layer: Any) -> str | None:
 
 
 def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Weights as a checkpoint names them, one at a time and whole; a tied one comes once.
+    """Weights as a checkpoint names them, one at a time; a tied one comes once.
 
     LoRA is merged on the way, `W + B A * scaling` in the dtype of W, and the model stays as it is.
-    Every process of a sharded model has to go through all of them: FSDP2 and ZeRO-3 gather each.
 
     Args:
-        model: a transformers or PEFT model, its parameters sharded or not.
+        model: a transformers or PEFT model.
 
     Raises:
         ValueError: as in `check_can_be_sent`.
@@ -160,28 +164,13 @@ def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         parameter = parameters[name]
         layer: Any = layers.get(name.removesuffix(".base_layer.weight"))
         adapters = [] if layer is None else [a for a in layer.active_adapters if a in layer.scaling]
-        with gathered([parameter, *(layer.parameters() if adapters else ())]):
-            weight = whole(parameter.detach())
-            for adapter in adapters:
-                weight = weight + whole(layer.get_delta_weight(adapter)).to(weight)
-            yield _plain(name) if layers else name, weight
+        weight = parameter.detach()
+        for adapter in adapters:
+            weight = weight + layer.get_delta_weight(adapter).to(weight)
+        yield _plain(name) if layers else name, weight
 
 
 def _plain(name: str) -> str:
     """The name in a checkpoint of a parameter's name in a PEFT model."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
-
-
-def whole(weight: Tensor) -> Tensor:
-    """A weight that may be sharded by FSDP2, whole; every process calls it."""
-    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-
-
-def gathered(parameters: list[Tensor]) -> Any:
-    """A block in which parameters that ZeRO-3 shards are whole."""
-    if not any(hasattr(p, "ds_id") for p in parameters):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters)

@@ -37,24 +37,16 @@ _SAMPLED = 4096
 
 
 def trained_weights_only(accelerator: Accelerator) -> None:
-    """Keeps frozen weights out of checkpoints, as they come with the model.
-
-    Where weights are sharded (FSDP, ZeRO-3), accelerate writes all the shards itself.
-    """
+    """Keeps frozen weights out of checkpoints, as they come with the model."""
 
     def keep(models: list[Any], weights: list[Any], folder: str) -> None:
-        if not weights:
-            return
         if accelerator.is_main_process:
             trained = {n: p.detach() for n, p in _named(accelerator, models[0]) if p.requires_grad}
             torch.save(trained, Path(folder) / _WEIGHTS)
         weights.clear()
 
     def load(models: list[Any], folder: str) -> None:
-        path = Path(folder) / _WEIGHTS
-        if not path.exists():
-            return
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(Path(folder) / _WEIGHTS, map_location="cpu", weights_only=True)
         with torch.no_grad():
             for name, parameter in _named(accelerator, models[0]):
                 if parameter.requires_grad:

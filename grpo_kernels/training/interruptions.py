@@ -79,17 +79,13 @@ class Interruptions:
             raise Preempted(RESUME)
 
     @contextmanager
-    def shared(self, *, waits: bool, may_stop: bool = False) -> Iterator[None]:
-        """Checks after the block, in which memory may run out.
-
-        `waits`: whether processes wait for each other inside, or a wrapper keeps what was added
-        up. Nothing can be tried again then: the device's own error is raised.
-        """
+    def shared(self, *, may_stop: bool = False) -> Iterator[None]:
+        """Checks after the block, in which memory may run out and no process waits for another."""
         failed = False
         try:
             yield
         except Exception as error:
-            if waits or not ran_out_of_memory(error):
+            if not ran_out_of_memory(error):
                 raise
             failed = True
         self.check(out_of_memory=failed, may_stop=may_stop)

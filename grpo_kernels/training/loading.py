@@ -29,9 +29,11 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
         FileExistsError: the run's folder has another run in it; nothing is loaded then.
         ImportError: vLLM is to sample in this process, and is not installed; likewise.
         OSError: there is no such model, or the hub was not reached.
-        ValueError: an option of vLLM that this host does not have; likewise.
+        ValueError: an option of vLLM that this host does not have, or a launch that shards the
+            weights; likewise.
     """
     check_folder(config)
+    ranks.check_launch()
     check_host(config, on_cpu=not torch.accelerator.is_available())
     from transformers import AutoTokenizer
 
@@ -171,8 +173,7 @@ def make_rollout(
 
         model = accelerator.unwrap_model(policy).model
         return VLLMRollout(config, model, tokenizer, accelerator)
-    synced = ranks.sharding(accelerator) is not None
-    return GenerateRollout(policy, tokenizer, synced=synced)
+    return GenerateRollout(policy, tokenizer)
 
 
 def prepared(
@@ -189,8 +190,6 @@ def prepared(
         trained, lr=config.learning_rate, betas=(0.9, config.adam_beta2),
         weight_decay=config.weight_decay,
     )  # fmt: skip
-    if ranks.sharding(accelerator) == "DEEPSPEED":
-        ranks.configure_deepspeed(accelerator, config)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     if isinstance(policy, DistributedDataParallel):
         # No buffer of a language model changes, and a process that fails in a forward is to leave

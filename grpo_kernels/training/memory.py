@@ -2,12 +2,11 @@ r"""Will it fit? Predicts the peak memory of a run from the model's config alone
 
     python -m grpo_kernels.training.memory --model Qwen/Qwen2.5-1.5B --num-generations 8 \
         --max-completion-length 1024 --dtype bf16 [--lora-rank 16] [--gpu-gib 24 | --cpu] \
-        [--processes 8 [--sharded]]
+        [--processes 8]
 
-Takes the options of a run, of several processes perhaps, which shard weights by FSDP2 or ZeRO-3 or
-do not. Of the model only the config is needed, from the hub or a folder with a config.json: it is
-built without memory, and every tensor that a forward would keep for its backward is counted as it
-is kept.
+Takes the options of a run, of several processes perhaps. Of the model only the config is needed,
+from the hub or a folder with a config.json: it is built without memory, and every tensor that a
+forward would keep for its backward is counted as it is kept.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Prediction:
 
 def predict(
     config: TrainingConfig, model_config: Any, *, gpu: bool = True, gpu_bytes: int | None = None,
-    processes: int = 1, sharded: bool = False,
+    processes: int = 1,
 ) -> Prediction:  # fmt: skip
     """Predicts one process of a run, with prompts and completions as long as they may be.
 
@@ -78,8 +77,6 @@ def predict(
         gpu: whether it runs on one.
         gpu_bytes: the memory of each GPU, if it is known.
         processes: how many share the prompts of a step.
-        sharded: whether each has its part of weights, gradients, optimizer state and reference. The
-            head and one layer are then held whole while they work.
     """
     with torch.device("meta"):
         model = _model(config, model_config)
@@ -107,15 +104,14 @@ def predict(
     most = (6 if gpu and width == 2 else 4) * N * V
     chunk = min(most, default_chunk_bytes(V, "cuda" if gpu else "cpu", gpu_bytes))
     sampled = -(-config.prompts_per_step // processes) * config.num_generations
-    shards, gathered = (processes, _gathered(model, width)) if sharded else (1, 0)
     accumulates = sampled // config.minibatches > rows
     generates = config.rollout == "generate"  # or vLLM does, in its share of the card
     cache = kv_cache_bytes(text, sampled * (config.max_prompt_length + T), width)
     return Prediction(
-        weights=weights // shards + gathered,
-        gradients=gradients // shards,
-        optimizer=2 * gradients // shards,
-        reference=(weights if config.ref_model else gradients) // shards if has_reference else 0,
+        weights=weights,
+        gradients=gradients,
+        optimizer=2 * gradients,
+        reference=(weights if config.ref_model else gradients) if has_reference else 0,
         activations=activations,
         # In a layer's widest part: the gate and what it gates, for all tokens.
         activation_gradients=3 * tokens * getattr(text, "intermediate_size", 4 * H) * width,
@@ -124,13 +120,6 @@ def predict(
         kv_cache=generates * cache,
         sampling_logits=generates * 4 * 4 * sampled * V,
     )
-
-
-def _gathered(model: nn.Module, width: int) -> int:
-    """Bytes of the weights that are whole while sharded ones work: the head, and a layer."""
-    stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList))
-    layers = [sum(p.numel() for p in layer.parameters()) for stack in stacks for layer in stack]
-    return width * (head_of(model).weight.numel() + max(layers, default=0))
 
 
 def _model(config: TrainingConfig, model_config: Any) -> nn.Module:
@@ -187,8 +176,6 @@ class Forecast(TrainingConfig):
     """On a CPU, which has no GPU's precision and another vLLM."""
     processes: int = 1
     """Processes of the run."""
-    sharded: bool = False
-    """They share weights and the optimizer's state, by FSDP2 or ZeRO-3."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(str(error))
     prediction = predict(
         config, model_config, gpu=not config.cpu, gpu_bytes=gpu_bytes,
-        processes=config.processes, sharded=config.sharded,
+        processes=config.processes,
     )  # fmt: skip
     print(prediction.table())
     if gpu_bytes is None:

@@ -161,9 +161,7 @@ def introduction(
 ) -> Iterator[str]:  # fmt: skip
     """A run's first lines: what is trained, on how many problems, and where."""
     policy = accelerator.unwrap_model(policy)
-    # ZeRO-3 leaves parameters of 0 numbers, and says how many there are.
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    trained = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     yield (
         f"{config.model} on {accelerator.device}, {accelerator.num_processes} process(es): "
         f"{trained / 1e6:,.1f}M parameters trained; {problems:,} problems, {held_out:,} held "

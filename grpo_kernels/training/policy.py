@@ -1,14 +1,14 @@
 """`Policy`: a causal language model whose loss, log-probs and samples all come from its forward.
 
-DDP, FSDP and ZeRO-3 gather weights and reduce gradients around the forward of the module they wrap,
-and nowhere else. So everything that needs the weights happens inside this one.
+DDP reduces the gradients of a forward of the module that it wraps, and of nothing else. So the head
+and the loss are computed inside this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from ..fused_grpo_loss import fused_grpo_loss
 from ..head.execution import Execution
 from ..head.linear_logprobs import linear_logprobs
 from ..head.lm_head import LMHead, Reference, Support
-from ..integrations.hf_head import base_model, body_of, evaluating, head_of, register_with_zero3
-from ..integrations.private import keeps_a_state, whole_layers, without_memory
+from ..integrations.hf_head import base_model, body_of, evaluating, head_of
+from ..integrations.private import keeps_a_state, without_memory
 from .config import TrainingConfig
 from .rollout import end_tokens, pad
 
@@ -96,9 +96,6 @@ class Policy(nn.Module):
         self.model = model
         self.temperature, self.logits_dtype = temperature, logits_dtype
         self.why_not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
-        # Tells accelerate which layers FSDP is to shard one by one.
-        self._no_split_modules = whole_layers(base_model(model))
-        register_with_zero3(self, head_of(model).weight)
 
     @staticmethod
     def of_run(model: nn.Module, config: TrainingConfig) -> Policy:
@@ -188,14 +185,9 @@ class Policy(nn.Module):
                 use_cache=False,
             )  # fmt: skip
             return states.last_hidden_state[:, -T:]
-        if T == 1:
-            # Add a masked token: where weights are sharded, every process has to run every layer as
-            # often as the others, whose completions may be longer.
-            ids, there = (
-                nn.functional.pad(x, (0, 1)) for x in (batch.completions, batch.attention)
-            )
-            return self.hidden(replace(batch, completions=ids, attention=there))[:, :1]
         encoded, cache = self._encode(batch.prompts, batch.prompt_mask)
+        if T == 1:
+            return encoded[batch.prompt_of, -1:]
         cache.keys_and_values.batch_select_indices(batch.prompt_of)
         states = self._body(
             input_ids=batch.completions[:, :-1], attention_mask=attention,

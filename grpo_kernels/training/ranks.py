@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, gather_object
+from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,8 +28,9 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
 
     Raises:
         ImportError: a tracker that is not installed.
-        ValueError: options that this number or kind of processes cannot honor.
+        ValueError: options that this number of processes cannot honor, or a launch that shards.
     """
+    check_launch()
     handlers = []
     if config.rollout == "vllm":
         # The others wait for a process whose completions take long.
@@ -57,29 +58,27 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     return accelerator
 
 
-def sharding(accelerator: Accelerator) -> str | None:
-    """`"FSDP"` or `"DEEPSPEED"` if it shards the weights; None if every process has them all."""
-    kind = accelerator.distributed_type.value
-    return kind if kind in ("FSDP", "DEEPSPEED") else None
+def check_launch() -> None:
+    """Refuses a launch that shards the weights, which this loop does not.
+
+    Raises:
+        ValueError: names what `accelerate launch` was told to do, and the way out.
+    """
+    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
+            raise ValueError(
+                f"ACCELERATE_USE_{kind}: expected a launch by DDP, in which every process has all "
+                "weights; got one that shards them: launch with examples/configs/ddp.yaml, or "
+                "train with TRL and grpo_kernels.integrations.trl.FusedGRPOTrainer, as "
+                "examples/trl_gsm8k.py does"
+            )
 
 
-def drop_gradients(accelerator: Accelerator, policy: Any, optimizer: Any) -> None:
+def drop_gradients(policy: Any, optimizer: Any) -> None:
     """Forgets what was added up, after forwards and backwards that may not have ended."""
-    accelerator.sync_gradients = True  # without which accelerate keeps them
     optimizer.zero_grad()
     if isinstance(policy, DistributedDataParallel):
         forget_forward(policy)
-
-
-def configure_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Fills in DeepSpeed's config; DeepSpeed clips and steps itself."""
-    accelerator.state.deepspeed_plugin.deepspeed_config |= {
-        "train_micro_batch_size_per_gpu": config.micro_batch_size,
-        "train_batch_size": config.micro_batch_size * accelerator.num_processes,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.max_grad_norm,
-        "zero_allow_untested_optimizer": True,
-    }
 
 
 def gather(accelerator: Accelerator, rows: Tensor) -> Tensor:
@@ -99,8 +98,7 @@ def reduce(accelerator: Accelerator, value: _T, function: Callable[[list[_T]], A
 def finite(accelerator: Accelerator, policy: nn.Module) -> bool:
     """True if no trained weight, of any process, is NaN or inf."""
     trained = (p for p in policy.parameters() if p.requires_grad)
-    local = (p.to_local() if hasattr(p, "to_local") else p for p in trained)
-    return bool(reduce(accelerator, all(bool(p.isfinite().all()) for p in local), all))
+    return bool(reduce(accelerator, all(bool(p.isfinite().all()) for p in trained), all))
 
 
 @contextmanager

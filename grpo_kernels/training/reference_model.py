@@ -11,8 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..integrations.vllm import gathered, whole
-from . import ranks
 from .config import TrainingConfig
 from .loading import load_reference
 from .policy import Policy
@@ -36,49 +34,37 @@ class ReferenceModel:
                     f"ref_model: expected a vocabulary of {wanted}, as the model has; got {found}"
                 )
         elif not config.lora_rank:
-            # Parameters that are frozen in both are shared, unless each is to be sharded.
-            sharded = ranks.sharding(accelerator) is not None
-            frozen = [] if sharded else [p for p in model.parameters() if not p.requires_grad]
-            copied = copy.deepcopy(model, {id(p): p for p in frozen})
+            # Parameters that are frozen in both are shared.
+            frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+            copied = copy.deepcopy(model, frozen)
             self.copy = self._placed(copied, config)
         if config.sync_ref_every:
             accelerator.register_for_checkpointing(self)
 
     def _placed(self, model: nn.Module, config: TrainingConfig) -> Any:
-        """The model on the device, sharded as the policy will be."""
+        """The model on the device."""
         policy = Policy.of_run(model.eval().requires_grad_(False), config)
-        if self.accelerator.is_fsdp2:
-            from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-            return fsdp2_prepare_model(self.accelerator, policy)
         return policy.to(self.accelerator.device)
 
     @torch.no_grad()
     def sync(self, policy: Any) -> None:
-        """Moves the copy to the policy, by `ref_mixup_alpha` of the way; all processes call it."""
+        """Moves the copy to the policy, by `ref_mixup_alpha` of the way."""
         trained = dict(self.accelerator.unwrap_model(policy).named_parameters())
         for name, mine in self.copy.named_parameters():
             theirs = trained[name]
             if mine is theirs:  # frozen in both
                 continue
-            with gathered([theirs]):
-                same = hasattr(mine, "full_tensor") == hasattr(theirs, "full_tensor")
-                mine.lerp_((theirs if same else whole(theirs)).to(mine), self.alpha)
+            mine.lerp_(theirs.to(mine), self.alpha)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The copy's weights, whole, for a checkpoint; all processes call it."""
-        return {name: whole(p).cpu() for name, p in self.copy.named_parameters()}
+        """The copy's weights, for a checkpoint."""
+        return {name: p.cpu() for name, p in self.copy.named_parameters()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes the weights of a checkpoint."""
         for name, mine in self.copy.named_parameters():
-            saved = state[name].to(mine.device)
-            if hasattr(mine, "full_tensor"):
-                from torch.distributed.tensor import distribute_tensor
-
-                saved = distribute_tensor(saved, mine.device_mesh, mine.placements)
-            mine.copy_(saved)
+            mine.copy_(state[name])
 
     @contextmanager
     def active(self, policy: Any) -> Iterator[Any]:

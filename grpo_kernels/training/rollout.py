@@ -108,17 +108,10 @@ def pad(
 
 
 class GenerateRollout:
-    """`model.generate`, which encodes the prompt of a group once where the cache allows it.
+    """`model.generate`, which encodes the prompt of a group once where the cache allows it."""
 
-    `policy` is the wrapped `Policy`: FSDP and ZeRO-3 gather weights around its forward only, so
-    generation happens inside it.
-    """
-
-    def __init__(self, policy: Any, tokenizer: Any, *, synced: bool = False) -> None:
-        self.policy = policy
-        self.tokenizer = tokenizer
-        # With sharded weights every process takes part until the last is done.
-        self.synced = synced
+    def __init__(self, policy: Any, tokenizer: Any) -> None:
+        self.policy, self.tokenizer = policy, tokenizer
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
@@ -143,7 +136,6 @@ class GenerateRollout:
             "max_new_tokens": sampling.max_new_tokens,
             "pad_token_id": self.tokenizer.pad_token_id,
             "do_sample": sampling.temperature > 0,
-            "synced_gpus": self.synced,
         }
         if sampling.temperature > 0:
             options |= {"temperature": sampling.temperature, "top_k": sampling.top_k}

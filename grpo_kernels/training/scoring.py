@@ -109,7 +109,7 @@ class Scorer:
 
     def _in_forwards(self) -> AbstractContextManager[None]:
         """Forwards in which one process may run out of memory; nothing else is exchanged inside."""
-        return self.run.interruptions.shared(waits=ranks.sharding(self.accelerator) is not None)
+        return self.run.interruptions.shared()
 
     def _logps(
         self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False,

@@ -89,11 +89,6 @@ class Trainer:
         if any(problem.get("answer") is None for problem in self.held_out):
             raise ValueError("held_out: expected an answer in every problem, to compare with")
         self.has_answers = all(x.get("answer") is not None for x in self.train_problems)
-        if config.kl_estimator == "exact" and ranks.sharding(accelerator) is not None:
-            raise ValueError(
-                "kl_estimator: expected another with FSDP or DeepSpeed, which hold the reference's "
-                "head whole only inside its own forward; got 'exact'"
-            )
         self.reference = ReferenceModel(accelerator, model, config) if config.beta else None
         given = checkpoint.digests(
             self.train_problems, self.held_out, encode, model,
@@ -235,17 +230,14 @@ class Trainer:
         logps = torch.zeros(samples.mask.shape, dtype=torch.float32, device=accelerator.device)
         loss = torch.zeros((), dtype=torch.float32, device=accelerator.device)
         measured: list[dict[str, Tensor]] = []
-        sharded = ranks.sharding(accelerator) is not None
         for index, part in enumerate(plan):
             batch, where = samples.batch(part, scorer.pad_id)
             # Of a part without rows the cross-entropy counts for nothing, too.
             counted = ce_items if part else math.inf
             T = batch.attention.shape[1]
             last = index == len(plan) - 1
-            # DeepSpeed steps within the backward in which gradients are to be synced.
-            accelerator.sync_gradients = last
             with nullcontext() if last else accelerator.no_sync(self.policy):
-                with interruptions.shared(waits=sharded, may_stop=number == 0):
+                with interruptions.shared(may_stop=number == 0):
                     with accelerator.autocast():
                         part_loss, part_metrics, part_logps = self.policy(
                             "loss", batch, samples.advantages[where],
@@ -261,7 +253,8 @@ class Trainer:
                     merged = metrics.merge_micro_batches(measured, gather)
                     if number == 0:
                         merged |= checked_gap(merged, self.sampler.why_gap, self.run)
-                    with interruptions.shared(waits=sharded or world > 1):
+                    # Processes wait for each other in it: then nothing can be tried again.
+                    with interruptions.shared() if world == 1 else nullcontext():
                         accelerator.backward(part_loss)
             loss += part_loss.detach()
             if part:
@@ -272,7 +265,6 @@ class Trainer:
         """Clips the gradient and, if it is finite, steps; returns its norm."""
         run, trained = self.run, [p for p in self.policy.parameters() if p.requires_grad]
         norm = self.accelerator.clip_grad_norm_(trained, self.config.max_grad_norm)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         grad_norm = float(norm) if norm is not None else math.nan
         run.bad_updates += 1
         if norm is None or math.isfinite(grad_norm):
@@ -286,7 +278,7 @@ class Trainer:
 
     def _drop_gradients(self) -> None:
         """Forgets what was added up."""
-        ranks.drop_gradients(self.accelerator, self.policy, self.optimizer)
+        ranks.drop_gradients(self.policy, self.optimizer)
 
     def _evaluate(self) -> bool:
         """Answers the held-out problems; returns True for the best accuracy of the training."""

@@ -106,17 +106,12 @@ class VLLMRollout:
         weights = extension.names_and_weights(self.model)
         count = len(extension.names_of(self.model))
         with torch.no_grad(), self._own_precision(), self._in_all_processes():
-            try:
-                if self.sleeps:
-                    self.llm.wake_up(tags=["weights"])
-                self.llm.collective_rpc("grpo_kernels_load", args=(weights, count))
-                # Prompts would go on from states of the weights before.
-                if not self.llm.reset_prefix_cache():
-                    raise RuntimeError("vLLM: expected no request while weights are sent; got some")
-            finally:
-                # Every process takes part in the gathering, to its end.
-                for _ in weights:
-                    pass
+            if self.sleeps:
+                self.llm.wake_up(tags=["weights"])
+            self.llm.collective_rpc("grpo_kernels_load", args=(weights, count))
+            # Prompts would go on from states of the weights before.
+            if not self.llm.reset_prefix_cache():
+                raise RuntimeError("vLLM: expected no request while weights are sent; got some")
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams

@@ -175,7 +175,12 @@ def end_group() -> None:
         GradientState._reset_state()
     gc.collect()
     dist.barrier()
-    dist.destroy_process_group()
+    theirs = sys.modules.get("deepspeed.comm")
+    if theirs is not None and theirs.is_initialized():
+        theirs.destroy_process_group()  # and forgets the groups that it has made
+        theirs.comm.cdb = None
+    else:
+        dist.destroy_process_group()
 
 
 def leave(status: int) -> None:

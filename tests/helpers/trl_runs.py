@@ -33,6 +33,17 @@ def arguments_of(folder, **options):
     })  # fmt: skip
 
 
+def on_a_cpu(model, output):
+    """Flags that leave of a recipe for `examples/trl_gsm8k.py` what a CPU can do in a second."""
+    options = {
+        "model_name_or_path": model, "output_dir": output, "dataset": "problems:gsm_symbolic",
+        "chat": False, "use_vllm": False, "max_steps": 1, "num_generations": 2,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "max_completion_length": 5, "entropy_coef": 0.1,  # as all rewards are 0
+    }  # fmt: skip
+    return [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+
+
 def prompts(count=24):
     return datasets.Dataset.from_list([{"prompt": f"{i} + {i % 5} ="} for i in range(count)])
 

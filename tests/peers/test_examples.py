@@ -75,17 +75,38 @@ def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
 def test_with_trl(tiny_model, tmp_path):
     pytest.importorskip("trl", reason="needs the extra 'peers'")
     from examples import trl_gsm8k
+    from tests.helpers.trl_runs import on_a_cpu
 
-    small = ("--steps", "1", "--num_generations", "2", "--max_completion_length", "5")
-    where = ("--model", str(tiny_model), "--output", str(tmp_path))
     logs = []
     for stock in ((), ("--stock",)):
-        trainer = trl_gsm8k.main([*where, *small, *stock])
+        trainer = trl_gsm8k.main([*on_a_cpu(tiny_model, tmp_path), *stock])
         logs.append(trainer.state.log_history[0])
+        assert logs[-1]["grad_norm"] > 1e-3
         assert type(trainer).__name__ == ("GRPOTrainer" if stock else "FusedGRPOTrainer")
     for name in ("loss", "grad_norm", "entropy", "rewards/tags/mean"):
         assert logs[0][name] == pytest.approx(logs[1][name], abs=1e-5), name
     assert trl_gsm8k.texts([[{"role": "assistant", "content": "4"}], "5"]) == ["4", "5"]
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "examples/configs/trl").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_a_first_step_of_a_recipe_of_trl(recipe, tiny_model, tmp_path):
+    """With a small model, and without vLLM; `tests/ranks` has the processes."""
+    pytest.importorskip("trl", reason="needs the extra 'peers'")
+    from examples import trl_gsm8k
+    from tests.helpers.trl_runs import on_a_cpu
+
+    header = recipe.read_text().split("output_dir:")[0]
+    launched = re.search(r"--config_file (\S+)", header)
+    assert launched is None or (ROOT / launched[1]).exists()
+    assert str(recipe.relative_to(ROOT)) in header and "# run:" in header
+    assert f"output_dir: runs/trl/{recipe.stem}\n" in recipe.read_text()
+    trainer = trl_gsm8k.main(["--config", str(recipe), *on_a_cpu(tiny_model, tmp_path)])
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+    assert any("lora" in name for name, _ in trainer.model.named_parameters()) == (
+        "lora" in recipe.stem
+    )
 
 
 def test_with_lightning(tiny_model, monkeypatch):

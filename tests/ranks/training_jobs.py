@@ -3,69 +3,28 @@
 import os
 import signal
 from pathlib import Path
-from warnings import catch_warnings, simplefilter
 
 import torch
 
-from grpo_kernels.head.chunked_head import LogitStrips
 from grpo_kernels.training import Trainer, load_model, load_problems
 from grpo_kernels.training.rewards import is_correct
 from tests.helpers.trainer_runs import config_of, no_curves, noise, support_around
 
 
-def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.Tensor]:
-    if kind in ("fsdp2", "zero3"):
-        # accelerate has these for GPUs alone, though they work with gloo as well.
-        from accelerate import PartialState
-        from accelerate.utils import DistributedType
-
-        PartialState(cpu=True)
-    if kind == "fsdp2":
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+def train(model: str, output: str, options: dict) -> dict[str, torch.Tensor]:
     config = config_of(model, Path(output), **options)
     train, held_out = load_problems(config)
     trainer = Trainer(
         config, *load_model(config), train, held_out, rewards={"noise": noise},
         rollout=lambda _: SameForAnyRanks(),
     )  # fmt: skip
-    told = (trainer.accelerator.distributed_type.value, trainer.accelerator.num_processes)
-    kinds = {"": "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}
-    assert told == (kinds[kind], 2 if kind else 1)
-    if kind == "fsdp2":
-        from torch.distributed.fsdp import FSDPModule
-        from torch.distributed.tensor import DTensor
-
-        for part in filter(None, (trainer.policy, trainer.reference and trainer.reference.copy)):
-            # The whole, and each of the two layers.
-            assert sum(isinstance(module, FSDPModule) for module in part.modules()) == 3
-        assert trainer.accelerator.is_fsdp2
-        assert all(isinstance(p, DTensor) for p in trainer.policy.parameters())
+    several = torch.distributed.is_initialized()
+    expected = ("MULTI_CPU", 2) if several else ("NO", 1)
+    found = trainer.accelerator
+    assert (found.distributed_type.value, found.num_processes) == expected
     with no_curves():
         trainer.train()
     return trainer.accelerator.get_state_dict(trainer.policy)
-
-
-def train_with_little_memory(kind: str, model: str, output: str, options: dict):
-    """As `train`, with memory for fewer rows of logits in the second process than it asks for.
-
-    Also how often it asked for too many.
-    """
-    new_rows, refused = LogitStrips.new_rows, 0
-
-    def limited(self, count, dtype):
-        nonlocal refused
-        if count > 16 and torch.distributed.get_rank() == 1:
-            refused += 1
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return new_rows(self, count, dtype)
-
-    LogitStrips.new_rows = limited
-    try:
-        with catch_warnings():
-            simplefilter("ignore")  # that says so
-            return train(kind, model, output, options), refused
-    finally:
-        LogitStrips.new_rows = new_rows
 
 
 def with_fault(fault: str, call: int, model: str, output: str, options: dict):

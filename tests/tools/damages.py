@@ -198,7 +198,8 @@ KERNEL_DAMAGES: list[Damage] = [
     *damages_in(
         "kernels/triton_divergences.py", "test_two_heads",
         ("a NaN of p is no NaN of the gradient", "_jsd_moment",
-         "tl.where(p == 0.0, 0.0, p * (log_pm - mean))", "tl.where(p > 0.0, p * (log_pm - mean), 0.0)"),
+         "tl.where(p == 0.0, 0.0, p * (log_pm - mean))",
+         "tl.where(p > 0.0, p * (log_pm - mean), 0.0)"),
         ("the forward KL's sum is relative to the policy's", "_forward_value",
          "tl.where(shifted, total * tl.exp(minus_c), ref_total)", "total"),
     ),
