@@ -4,12 +4,15 @@ import json
 import math
 from dataclasses import replace
 
+import numpy
 import pytest
 
-from grpo_kernels.training import TrainingConfig, evaluate
+from grpo_kernels.training import Trainer, TrainingConfig, evaluate, logs
 from grpo_kernels.training.evaluate import accuracy_of, wilson_interval
+from grpo_kernels.training.observers import Observer
 from grpo_kernels.training.watch import WINDOW, Watch
-from tests.helpers.trainer_runs import config_of, trainer_of
+from tests.helpers.tiny_models import make_model, make_tokenizer
+from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -138,6 +141,44 @@ def test_the_file_of_a_run_is_evaluated(trained, tmp_path, capsys):
     answers = [json.loads(x) for x in (tmp_path / "of-the-run-2" / "answers.jsonl").open()]
     assert [a["prompt"] for a in answers] == ["test"] * 3
     assert not list((tmp_path / "of-the-run").iterdir())
+
+
+PARTS = (
+    "{% for m in messages %}{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}"
+    "{% endfor %}"
+)
+
+
+def test_prompts_in_parts_and_numbers_of_numpy(tmp_path):
+    """Are shown, written and counted as text and numbers are, whatever an observer does to them."""
+
+    class Changes(Observer):
+        def evaluation(self, step, evaluation):
+            for row in evaluation.answers:
+                row["prompt"][0]["content"].clear()
+
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    tokenizer.chat_template = PARTS
+    config = config_of("m", tmp_path, steps=1, num_generations=2, prompts_per_step=2, show_every=1)
+    problems = [
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": text}]}], "answer": "1",
+         "level": level}
+        for level, text in zip(numpy.arange(2), ("one and one", "two"), strict=True)
+    ]  # fmt: skip
+
+    def some(prompts, completions):
+        return [float(i % 2) if chat[0]["content"][0]["text"] == "two" else None
+                for i, chat in enumerate(prompts)]  # fmt: skip
+
+    trainer = Trainer(config, model, tokenizer, problems, problems, rewards={"noise": some})
+    trainer.run.observers.append(Changes(config))
+    folder = trainer.train()
+    assert [p["prompt"][0]["content"][0]["text"] for p in problems] == ["one and one", "two"]
+    (row,) = rows_of(folder)
+    assert {"accuracy/level_0", "accuracy/level_1"} <= row.keys()
+    assert [a["level"] for a in logs.read(folder / "answers.jsonl")] == [0, 1, 0, 1]
+    page = (folder / "report.html").read_text()
+    assert "<td>one and one</td>" in page and "not scored" in page and "reward 1.00" in page
 
 
 def test_evaluations_have_a_length_and_a_temperature_of_their_own(tiny_model, tmp_path):

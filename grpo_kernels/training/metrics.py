@@ -84,7 +84,7 @@ def of_samples(
     # Completions that no function scored are in no figure.
     groups = weighted_sum(rewards, config.reward_weights).view(-1, config.num_generations)
     squares = ((groups - groups.nanmean(1, keepdim=True)) ** 2).nansum(1)
-    std = (squares / (groups.isfinite().sum(1) - 1)).sqrt()
+    std = (squares / (groups.isfinite().sum(1) - 1).clamp(min=0)).sqrt()  # NaN of fewer than 2
     row = {"reward": float(groups.nanmean()), "reward_std": float(std.nanmean())}
     for name, column in zip(names, rewards.T, strict=True):
         row[f"reward/{name}"] = float(column.nanmean())
