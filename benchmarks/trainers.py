@@ -82,7 +82,7 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from grpo_kernels.training.judging import resolve_rewards
+    from grpo_kernels.training.rewards import resolve_rewards
     from grpo_kernels.training.run import place_of
 
     rows: list[dict[str, float]] = []
@@ -109,7 +109,7 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
         columns = [{k: problems[i][k] for k in ("prompt", "answer")} for i in order]
 
         def reward(name: str) -> Any:
-            (function,) = resolve_rewards([name]).values()
+            function = resolve_rewards([name])[0].function
 
             def by_trl(prompts: Any, completions: Any, answer: Any, **_: Any) -> Any:
                 return function(prompts, completions, answer=answer)

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_kernels.training import Problem, TrainingConfig, problem_of
-from grpo_kernels.training.rewards import TAGS, answer_of, as_text
+from grpo_kernels.training.answers import extract_answer
+from grpo_kernels.training.rewards import TAGS, as_text
 
 ADDITION = "Question: What is 31 + 45?\n<answer>76</answer>\n\nQuestion: What is {} + {}?\n"
 
@@ -70,7 +71,7 @@ def score(
     """Twice the score, 0 to 1, that a reasoning-gym task's own judge gives the tagged answer."""
     from reasoning_gym import get_score_answer_fn
 
-    given = [answer_of(as_text(completion)) for completion in completions]
+    given = [extract_answer(as_text(completion)) for completion in completions]
     return [
         0.0 if mine is None else 2.0 * float(get_score_answer_fn(name)(mine, problem))
         for mine, name, problem in zip(given, task, entry, strict=True)

@@ -2,13 +2,14 @@
 
 import json
 import math
-from datetime import date, datetime
+from datetime import datetime
 from decimal import Decimal
 
+import numpy
 import pytest
 
 from examples import problems
-from grpo_kernels.training import TrainingConfig, data, judging, load_problems, rewards
+from grpo_kernels.training import TrainingConfig, answers, data, load_problems, rewards
 from grpo_kernels.training.run import place_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -42,7 +43,7 @@ def chain_sum(config):
 @pytest.mark.parametrize("name", ("examples.problems:nothing", "no.such:thing", "json:__doc__"))
 def test_what_cannot_be_imported(name):
     with pytest.raises(ValueError, match=r"rewards: expected (module:function|a function); got"):
-        judging.resolve_rewards([name])
+        rewards.resolve_rewards([name])
     with pytest.raises(ValueError, match=r"dataset: expected (module:function|a function); got"):
         load_problems(config_of(dataset=name))
 
@@ -61,16 +62,16 @@ def test_made_problems_are_held_out(name, sizes):
     prompts = [{p["prompt"] for p in some} for some in (train, held_out)]
     assert len(held_out) == sizes[1] and sizes[0] / 2 < len(train) <= sizes[0]
     assert not prompts[0] & prompts[1]
-    assert all(rewards.number_of(p["answer"]) is not None for p in (*train, *held_out))
+    assert all(answers.number_of(p["answer"]) is not None for p in (*train, *held_out))
     if name.endswith("gsm_symbolic"):
-        assert data.EXAMPLE.replace("{tag}", "think") in train[0]["prompt"]
+        assert data.EXAMPLE in train[0]["prompt"]
         chat = load_problems(config_of(**given, chat=True))[0][0]
         assert [m["role"] for m in chat["prompt"]] == ["user"]
     if name.endswith("chain_sum"):  # which has a judge of its own
         texts = [f"<answer>{train[0]['answer']}</answer>", "<answer>no</answer>"]
-        functions = judging.resolve_rewards(["examples.problems:score"])
-        table = judging.reward_table(functions, train[:2], texts)
-        assert list(functions) == ["score"] and table[0] == [2.0] and table[1][0] < 2.0
+        functions = rewards.resolve_rewards(["examples.problems:score"])
+        table = rewards.reward_table(functions, train[:2], texts)
+        assert functions[0].label == "score" and table[0] == [2.0] and table[1][0] < 2.0
 
 
 @pytest.mark.parametrize("write", (in_lines, in_parquet))
@@ -95,43 +96,41 @@ def test_files(write, tmp_path):
     assert part == whole[:30] and which.startswith("The first 30 problems of ")
 
 
-# What stands in the file, the answer in a file of lines, and in one of types.
-ANSWERS = (
-    ("12.0", "12.0", "12"), ("1e-05", "0.00001", "0.00001"), ("0.10", "0.10", "0.1"),
-    ("1e+16", "10000000000000000", "10000000000000000"), ("1e999", "1E+999", "Infinity"),
-    ("true", "true", "true"), ('""', "", ""), ('"007"', "007", "007"), ('"so #### 7"', "7", "7"),
-    ('["a", 1.5]',) + ('["a", 1.5]',) * 2, ('"\\u0663"', "\u0663", "\u0663"),
-)  # fmt: skip
+def test_answers_are_text_or_whole_numbers(tmp_path):
+    """In a file of lines, of types, and as a function makes them."""
+    config = config_of(dataset=str(tmp_path / "a.jsonl"), eval_size=0)
+    for answer, text in (("so #### 1.50", "1.50"), ("007", "007"), ("", ""), (7, "7"), (-7, "-7"),
+                         (2**53 + 1, str(2**53 + 1)), (numpy.int64(8), "8")):  # fmt: skip
+        assert data.problem_of({"answer": answer}, config) == {"answer": text}
+        if type(answer) is not numpy.int64:
+            in_lines(tmp_path / "a.jsonl", {"question": answer, "answer": answer, "level": 0.5})
+            (problem,) = load_problems(config)[0]
+            assert problem["answer"] == text and problem["level"] == 0.5
+            assert question_of(problem) == str(answer)
+    day = datetime(2020, 1, 31)
+    for value in (12.0, True, [1, 2], {"a": 1}, Decimal("1.50"), day, day.date()):
+        for column in ("answer", "question", "prompt"):
+            if column == "prompt" and isinstance(value, list):
+                continue
+            message = f"^dataset: {column} is neither text nor a whole number: write it as text, or"
+            with pytest.raises(ValueError, match=message):
+                data.problem_of({"prompt": "a", column: value} if column != "question" else
+                                {column: value}, config)  # fmt: skip
 
 
-def test_an_answer_is_what_stands_in_the_file(tmp_path):
-    path = tmp_path / "a.jsonl"
-    lines = [
-        f'{{"question": {x}, "answer": {x}, "level": {i + 0.5}, "day": "2020-01-31"}}\n\n'
-        for i, (x, _, _) in enumerate(ANSWERS)
-    ]
-    path.write_text("\ufeff" + "".join(lines), encoding="utf-8")
-    config = config_of(dataset=str(path), eval_size=0)
-    found = sorted(load_problems(config)[0], key=lambda problem: problem["level"])
-    for problem, (written, of_line, of_type) in zip(found, ANSWERS, strict=True):
-        assert problem["answer"] == of_line and problem["day"] == "2020-01-31", written
-        assert question_of(problem) == (of_line if "####" not in written else "so #### 7")
-        assert data.problem_of({"answer": json.loads(written)}, config) == {"answer": of_type}
+@pytest.mark.parametrize("write", (in_lines, in_parquet))
+def test_the_row_of_another_answer_is_named(write, tmp_path):
+    name = write(tmp_path / ("a.jsonl" if write is in_lines else "a.parquet"),
+                 {"prompt": "a", "answer": 1.5}, {"prompt": "b", "answer": 2.5})  # fmt: skip
+    where = "line" if write is in_lines else "row"
+    with pytest.raises(ValueError, match=f"as it is; got 1.5 in {where} 1 of .*a[.]"):
+        load_problems(config_of(dataset=name, eval_size=0))
 
 
-def test_types_that_are_no_text(tmp_path):
-    path = tmp_path / "a.parquet"
-    config = config_of(dataset=str(path), eval_size=0)
-    for value, text in ((Decimal("1.50"), "1.50"), (date(2020, 1, 31), "2020-01-31")):
-        in_parquet(path, {"prompt": "a", "answer": value})
-        assert load_problems(config)[0] == [{"prompt": "a", "answer": text}]
-    for value, message in (
-        (datetime(2020, 1, 31), "text or a number; got datetime"),
-        (math.nan, r"an answer, .* got \['prompt'\]"),
-    ):
-        in_parquet(path, {"prompt": "a", "answer": value})
-        with pytest.raises(ValueError, match=rf"{message}.* in row 1 of .*parquet"):
-            load_problems(config)
+def test_an_answer_of_nan_is_none(tmp_path):
+    name = in_parquet(tmp_path / "a.parquet", {"prompt": "a", "answer": math.nan})
+    with pytest.raises(ValueError, match=r"an answer, .* got \['prompt'\] in row 1 of"):
+        load_problems(config_of(dataset=name, eval_size=0))
 
 
 OWN = {"rewards": ["m:f", "format"]}
@@ -241,23 +240,10 @@ def prompt(**options):
 
 
 def test_prompts_are_made_as_the_options_say():
-    example = data.EXAMPLE.replace("{tag}", "think")
-    assert prompt().endswith(f"{example}\n\nQuestion: 1 + 1?\n") and "<think>" in prompt()
-    other = prompt(think_tag="reasoning")
-    assert "<reasoning>4 * 6" in other and "<think>" not in other
+    assert prompt().endswith(f"{data.EXAMPLE}\n\nQuestion: 1 + 1?\n") and "<think>" in prompt()
     assert prompt(prompt_template="Q: {question} A:") == "Q: 1 + 1? A:"
     own = {"system_prompt": "Be brief.", "prompt_template": "{question}"}
     assert prompt(**own) == "Be brief.\n1 + 1?"
     system, user = prompt(chat=True, **own)
     assert system == {"role": "system", "content": "Be brief."}
     assert user == {"role": "user", "content": "1 + 1?"}
-
-
-def test_one_switch_is_from_scratch():
-    config = config_of(from_scratch=True)
-    assert config.think_tag == "reasoning" and config.last_answer
-    assert config.rewards == ["correctness", "format"]
-    lines = data.prompt_of("1 + 1?", config).split("\n")
-    assert lines[0] == "Respond in the following format:" and lines[-2:] == ["</answer>", "1 + 1?"]
-    own = config_of(from_scratch=True, rewards=["answer"], think_tag="plan")
-    assert own.rewards == ["answer"] and own.think_tag == "plan" and own.last_answer

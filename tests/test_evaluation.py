@@ -4,12 +4,15 @@ import json
 import math
 from dataclasses import replace
 
+import numpy
 import pytest
 
-from grpo_kernels.training import TrainingConfig, evaluate
-from grpo_kernels.training.evaluate import accuracy_of, of_samples, wilson_interval
+from grpo_kernels.training import Trainer, TrainingConfig, evaluate, logs
+from grpo_kernels.training.evaluate import accuracy_of, wilson_interval
+from grpo_kernels.training.observers import Observer
 from grpo_kernels.training.watch import WINDOW, Watch
-from tests.helpers.trainer_runs import config_of, trainer_of
+from tests.helpers.tiny_models import make_model, make_tokenizer
+from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -45,36 +48,28 @@ def test_accuracy_by_groups():
 
 
 def test_several_samples():
-    right, wrong, none = "<answer>4</answer>", "<answer>5</answer>", answer(False, "nothing")
-    groups = (
-        [answer(True, right)] * 3 + [answer(False, wrong)],  # all three measures
-        [answer(True, "#### 4.0")] + [answer(False, wrong)] * 2 + [none],
-        [none] * 4,
-    )
-    found = of_samples([a for group in groups for a in group], 4)
-    means = {name: mean for name, (mean, _, _) in found.items()}
-    assert means == pytest.approx({
-        "accuracy": (3 / 4 + 1 / 4) / 3, "majority@4": 1 / 3, "pass@4": 2 / 3,
-        # Two of four, both wrong: 0 ways of 6, 3 ways of 6.
-        "pass@2": (1 + 1 / 2 + 0) / 3,
-    })  # fmt: skip
-    for mean, low, high in found.values():
-        assert 0 <= low <= mean <= high <= 1 and low < high
+    """The interval is over problems: that of the mean, or Wilson's where all are 0 or 1."""
+    groups = [[answer(True)] * 3 + [answer(False)], [answer(True)] + [answer(False)] * 3,
+              [answer(False)] * 4]  # fmt: skip
+    groups[0][0] = answer(True) | {"reward": math.nan}  # which no function scored
+    found = accuracy_of([a for group in groups for a in group], 4)
+    half = 1.96 * math.sqrt((0.75 - 1 / 3) ** 2 / 2 + (0.25 - 1 / 3) ** 2 / 2 + (1 / 3) ** 2 / 2)
+    assert found.accuracy == pytest.approx(1 / 3) and found.low == 0.0
+    assert found.high == pytest.approx(1 / 3 + half / math.sqrt(3))
+    assert found.reward == pytest.approx(3 / 11) and found.summary(0)["problems"] == 3
+    assert "accuracy 33.3% (95 %: 0.0% to 76.5%) of 3, reward 0.27" in str(found)
+    alike = accuracy_of([answer(True)] * 4 + [answer(False)] * 4, 4)
+    assert (alike.low, alike.high) == wilson_interval(1, 2)
+    assert (accuracy_of(groups[0], 4).low, accuracy_of(groups[0], 4).high) == (0.0, 1.0)
+    parts = accuracy_of([answer(True, level=1)] * 2 + [answer(False, level=2)] * 2, 2).parts
+    assert [part.accuracy for part in parts["level"].values()] == [1.0, 0.0]
+    assert [part.summary(0)["problems"] for part in parts["level"].values()] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "won"),
-    (
-        # The same number, or expression, in two ways is one answer; wrong ones, too.
-        (("#### 4", r"\boxed{4.0}"), ("#### 5",), 1.0),
-        (("#### 0", "#### 0.0"), ("#### 5",), 1.0),
-        ((r"\boxed{x+1}", r"\boxed{1+x}"), ("#### 5",), 1.0),
-        (("#### 4", "#### 4"), (r"\boxed{x-1}", r"\boxed{-1+x}", r"\boxed{(x-1)}"), 0.0),
-    ),
-)
-def test_the_majority_is_of_equal_answers(right, wrong, won):
-    votes = [answer(False, text) for text in wrong] + [answer(True, text) for text in right]
-    assert of_samples(votes, len(votes))[f"majority@{len(votes)}"][0] == won
+def test_comparisons_that_ran_out_of_time_are_told():
+    found = accuracy_of([answer(False)] * 2, late=2)
+    assert found.summary(1)["timed_out"] == 2 and "2 comparisons had no result" in str(found)
+    assert "timed_out" not in accuracy_of([answer(False)]).summary(1)
 
 
 LEVELS = {"dataset": "examples.word_problems:all_levels", "eval_size": 6, "max_prompt_length": 1000}
@@ -108,15 +103,82 @@ def test_the_command(trained, tmp_path, capsys):
         folder = tmp_path / ("evaluation" + (f"-{len(found) + 1}" if found else ""))
         found.append([json.loads(line) for line in (folder / "answers.jsonl").open()])
     told = capsys.readouterr().out
-    assert "held-out accuracy" in told and "pass@4:" in told and "majority@4:" in told
+    assert told.count("held-out accuracy") == 6 and told.count(", 4 samples per problem") == 3
     assert found[0] == found[1]
     assert len(found[0]) == 6 + 24 and sum("sample" in a for a in found[0]) == 24
     (row,) = [json.loads(x) for x in (tmp_path / "evaluation" / "evaluations.jsonl").open()]
-    assert set(row["samples"]) == {"accuracy", "pass@2", "pass@4", "majority@4"}
-    assert "pass@4" in (tmp_path / "evaluation" / "report.html").read_text()
+    assert row["samples"].keys() == {"count", "accuracy", "low", "high", "reward", "problems"}
+    assert (row["samples"]["count"], row["samples"]["problems"]) == (4, 6)
+    assert "4 samples each" in (tmp_path / "evaluation" / "report.html").read_text()
     # A file is answered whole.
     assert "All 7 problems of" in told
     assert [a["answer"] for a in found[2] if "sample" not in a] == [str(i) for i in range(7)]
+
+
+RUN = """
+model: of-the-run
+dataset: {folder}/train.jsonl
+eval_dataset: {folder}/test.jsonl
+eval_every: 10
+lora_rank: 32
+lora_alpha: 64
+resume: true
+output: {folder}
+name: of-the-run
+num_generations: 2
+max_completion_length: 3
+"""
+
+
+def test_the_file_of_a_run_is_evaluated(trained, tmp_path, capsys):
+    """As the run would: on its held-out dataset, with its model's adapters merged."""
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": 1}))
+    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
+    (tmp_path / "of-the-run").mkdir()  # which is not touched
+    evaluate.main([str(tmp_path / "run.yaml"), "--model", str(trained / "model")])
+    assert "All 1 problems of" in capsys.readouterr().out
+    answers = [json.loads(x) for x in (tmp_path / "of-the-run-2" / "answers.jsonl").open()]
+    assert [a["prompt"] for a in answers] == ["test"] * 3
+    assert not list((tmp_path / "of-the-run").iterdir())
+
+
+PARTS = (
+    "{% for m in messages %}{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}"
+    "{% endfor %}"
+)
+
+
+def test_prompts_in_parts_and_numbers_of_numpy(tmp_path):
+    """Are shown, written and counted as text and numbers are, whatever an observer does to them."""
+
+    class Changes(Observer):
+        def evaluation(self, step, evaluation):
+            for row in evaluation.answers:
+                row["prompt"][0]["content"].clear()
+
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    tokenizer.chat_template = PARTS
+    config = config_of("m", tmp_path, steps=1, num_generations=2, prompts_per_step=2, show_every=1)
+    problems = [
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": text}]}], "answer": "1",
+         "level": level}
+        for level, text in zip(numpy.arange(2), ("one and one", "two"), strict=True)
+    ]  # fmt: skip
+
+    def some(prompts, completions):
+        return [float(i % 2) if chat[0]["content"][0]["text"] == "two" else None
+                for i, chat in enumerate(prompts)]  # fmt: skip
+
+    trainer = Trainer(config, model, tokenizer, problems, problems, rewards={"noise": some})
+    trainer.run.observers.append(Changes(config))
+    folder = trainer.train()
+    assert [p["prompt"][0]["content"][0]["text"] for p in problems] == ["one and one", "two"]
+    (row,) = rows_of(folder)
+    assert {"accuracy/level_0", "accuracy/level_1"} <= row.keys()
+    assert [a["level"] for a in logs.read(folder / "answers.jsonl")] == [0, 1, 0, 1]
+    page = (folder / "report.html").read_text()
+    assert "<td>one and one</td>" in page and "not scored" in page and "reward 1.00" in page
 
 
 def test_evaluations_have_a_length_and_a_temperature_of_their_own(tiny_model, tmp_path):
@@ -151,6 +213,7 @@ def row_of(step, **values):
     (
         ({"groups_equal": 1.0}, "every group had equal rewards"),
         ({"truncated": 1.0}, "every completion was cut at max_completion_length = 256"),
+        ({"answers_timed_out": 2.0}, "2 comparisons of answers had no result in 5 s"),
         ({"entropy": 0.01}, "entropy fell from 2.00 to 0.010"),
         ({"ratio_max": 50.0}, "ratio_max is 50. Lower learning_rate, or bound the ratio"),
         ({"kl_max": 50.0}, "kl_max is 50. Lower learning_rate, or bound the KL"),

@@ -43,7 +43,6 @@ VALUES = {
     "trainable: expected none with lora_rank": {"trainable": "x", "lora_rank": 2},
     "eval_every: expected 0 where eval_size is 0": {"eval_every": 2},
     "name: expected the name of a folder": {"name": "a/b"},
-    "think_tag: expected the name of a tag": {"think_tag": "<think>"},
     "prompt_template: expected a text with {question} in it": {"prompt_template": "no place"},
     "kl_estimator: expected 'k3' where beta is 0": {"kl_estimator": "k1"},
     "lora_alpha: expected 32 where lora_rank is 0": {"lora_alpha": 8},

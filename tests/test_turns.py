@@ -10,7 +10,6 @@ import torch
 
 from examples import tool_use
 from grpo_kernels.training import Completion, SamplingParams, Trainer, load_model, logs
-from grpo_kernels.training.evaluate import of_samples
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import FakeRollout, config_of, rows_of, trainer_of
 
@@ -23,7 +22,7 @@ def test_groups_of_equal_rewards_still_learn_to_predict(ce_weight, tiny_model, t
     trainer = trainer_of(
         config_of(tiny_model, tmp_path, steps=1),
         rollout=lambda _: FakeRollout((6,), turns=True, ce_weight=ce_weight),
-        rewards={"noise": lambda prompts, texts, **_: [1.0] * len(texts)},
+        rewards={"noise": lambda completions: [1.0] * len(completions)},
     )
     before = [p.detach().clone() for p in trainer.policy.parameters()]
     trainer.train()
@@ -37,9 +36,8 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
     """A tool, or the policy, says the answer; people and who asks for it see the whole."""
     seen, written = [], ("<answer>6</answer> it is", "so  it is")[by_tool]
 
-    def noted(completions, transcripts, completion_ids, **columns):
+    def noted(completions, transcripts, completion_ids):
         seen.extend(zip(completions, transcripts, map(len, completion_ids), strict=True))
-        assert "transcripts" not in columns
         return [0.0] * len(completions)
 
     options = {"rewards": ["answer", "format", "noted"], "steps": 1, "max_completion_length": 40,
@@ -68,7 +66,6 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
     rows = [logs.read(folder / f"{name}.jsonl") for name in ("answers", "samples")]
     assert {row["completion"] for some in rows for row in some} == {whole}
     assert {(row["sampled"], row["correct"]) for row in rows[0]} == {(written, paid > 0)}
-    assert of_samples(rows[0][:4], 4)["majority@4"][0] == paid
 
 
 # The example

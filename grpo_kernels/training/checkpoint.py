@@ -28,7 +28,7 @@ from .data import Problem, PromptEncoder
 # how the work is cut into pieces.
 MAY_CHANGE = {
     "steps", "output", "name", "resume", "eval_every", "save_every", "show_every", "save_model",
-    "trackers", "micro_batch_size", "reward_timeout", "vllm_gpu_memory_utilization",
+    "trackers", "micro_batch_size", "vllm_gpu_memory_utilization",
     "vllm_enable_sleep_mode",
 }  # fmt: skip
 _STATE, _WEIGHTS = "state.json", "trained.pt"

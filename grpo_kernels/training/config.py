@@ -94,22 +94,12 @@ class TrainingConfig(GRPOLossConfig):
     prompt_template: str = ""
     """A question's prompt, with {question} in it; none: an instruction, and an example outside of
     chats."""
-    think_tag: str = "think"
-    """Name of the tags around the reasoning: think, or reasoning."""
-    last_answer: bool = False
-    """Of several answers in tags the last counts, and tags may repeat; off: there is to be one."""
-    from_scratch: bool = False
-    """Prompt, tags and rewards of "GRPO from scratch" (docs/training.md), where they are left at
-    their defaults."""
     max_prompt_length: int = 512
     """Tokens; problems with a longer prompt are left out."""
     rewards: list[str] = field(default_factory=lambda: ["answer", "format"])
-    """Reward functions: answer, format, correctness, math_equal, or module:function."""
+    """Reward functions: answer, format, or module:function."""
     reward_weights: list[float] = field(default_factory=list)
     """One per reward function; none: 1 each."""
-    reward_timeout: float = 0.0
-    """Seconds that a reward function, and is_correct, may take for the completions of a step; 0:
-    any time."""
 
     # Rollouts
     steps: int = 100
@@ -199,11 +189,6 @@ class TrainingConfig(GRPOLossConfig):
 
     def __post_init__(self) -> None:
         check_types(self, _CHECKED_BY_THE_LOSS)
-        if self.from_scratch:
-            plain = type(self)(model="any")
-            for name, value in FROM_SCRATCH.items():
-                if getattr(self, name) == getattr(plain, name):
-                    object.__setattr__(self, name, value)
         for expected, (holds, names) in RANGES.items():
             for name in names.split():
                 self._check(name, expected, holds)
@@ -320,8 +305,6 @@ class TrainingConfig(GRPOLossConfig):
             (self.trainable is not None and self.lora_rank, "trainable",
              "none with lora_rank, which says what is trained"),
             (not _is_pattern(self.trainable), "trainable", "a regular expression"),
-            (not re.fullmatch(r"\w+", self.think_tag), "think_tag",
-             "the name of a tag, of letters"),
             (self.prompt_template and "{question}" not in self.prompt_template, "prompt_template",
              "a text with {question} in it"),
             (self.eval_every and not self.eval_size, "eval_every", "0 where eval_size is 0"),
@@ -361,7 +344,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "at least 0": (
         lambda x: x >= 0,
         "train_size eval_size eval_every eval_temperature lora_rank sync_ref_every top_k "
-        "reward_timeout warmup_steps weight_decay",
+        "warmup_steps weight_decay",
     ),
     "at least -1": (lambda x: x >= -1, "save_every"),
     "a number > 0": (lambda x: x > 0, "learning_rate max_grad_norm lora_alpha temperature"),
@@ -372,17 +355,6 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a number in (0, 1)": (lambda x: 0 < x < 1, "adam_beta2"),
     "at least 2, as advantages compare completions": (lambda x: x >= 2, "num_generations"),
 }  # fmt: skip
-# "GRPO from scratch": Qwen2.5-1.5B on GSM8K, with tags in a system prompt, two rewards, and no chat
-# template.
-FROM_SCRATCH: dict[str, Any] = {
-    "system_prompt": (
-        "Respond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
-    ),
-    "prompt_template": "{question}",
-    "think_tag": "reasoning",
-    "last_answer": True,
-    "rewards": ["correctness", "format"],
-}
 DEFAULTS: dict[str, Any] = {its.name: its.default for its in fields(TrainingConfig)}
 _CHECKED_BY_THE_LOSS = {its.name for its in fields(GRPOLossConfig)} - {"max_completion_length"}
 

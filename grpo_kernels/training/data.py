@@ -7,9 +7,8 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
-from decimal import Decimal
 from itertools import islice
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,14 @@ _Rows = Iterable[tuple[str, Mapping[str, Any]]]
 
 # Splits that are held out, the first that there is.
 _HELD_OUT = ("test", "validation")
-# Rewards of the library that compare with an answer.
-_COMPARE = ("answer", "correctness", "math_equal")
 
-# With the name of the tags.
 INSTRUCTION = (
-    "Work the problem out between <{tag}> and </{tag}>, then give the answer, nothing else, "
+    "Work the problem out between <think> and </think>, then give the answer, nothing else, "
     "between <answer> and </answer>."
 )
 EXAMPLE = (
     "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
-    "<{tag}>4 * 6 = 24 eggs are in the box. 24 - 5 = 19 are left.</{tag}>\n<answer>19</answer>"
+    "<think>4 * 6 = 24 eggs are in the box. 24 - 5 = 19 are left.</think>\n<answer>19</answer>"
 )
 
 
@@ -148,14 +144,11 @@ def short_enough(
 
 def prompt_of(question: str, config: TrainingConfig) -> str | list[dict[str, str]]:
     """The prompt of a question: text, with an example of ours, or the messages of a chat."""
-    instruction, example = (
-        text.replace("{tag}", config.think_tag) for text in (INSTRUCTION, EXAMPLE)
-    )
-    text = f"{instruction}\n\n{question}"
+    text = f"{INSTRUCTION}\n\n{question}"
     if config.prompt_template:
         text = config.prompt_template.replace("{question}", question)
     elif not config.chat:
-        text = f"{instruction}\n\n{example}\n\nQuestion: {question}\n"
+        text = f"{INSTRUCTION}\n\n{EXAMPLE}\n\nQuestion: {question}\n"
     if not config.chat:
         return f"{config.system_prompt}\n{text}" if config.system_prompt else text
     # Ours is no system message: some templates have none.
@@ -168,24 +161,20 @@ def final_answer(solution: str) -> str:
     return solution.rsplit("####", 1)[-1].strip()
 
 
-def text_of(value: Any) -> str:
-    """The text of a question or an answer: of a number its digits, of a list its JSON.
+def text_of(column: str, value: Any) -> str:
+    """Returns the text of a prompt, a question or an answer, which may be a whole number.
 
     Raises:
-        ValueError: it is a time, which can be written in many ways.
+        ValueError: it is anything else, which can be written in many ways.
     """
     if isinstance(value, str):
         return value
-    if isinstance(value, datetime):
-        raise ValueError(f"dataset: expected text or a number; got {value!r}")
-    if isinstance(value, float | Decimal):
-        number = Decimal(str(value))
-        if abs(number.adjusted()) > 100:  # no digits that anybody would write
-            return str(value)
-        digits = f"{number:f}"
-        return digits.removesuffix(".0") if isinstance(value, float) else digits
-    as_json = isinstance(value, bool | list | dict)
-    return json.dumps(value, ensure_ascii=False, default=str) if as_json else str(value)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return str(int(value))
+    raise ValueError(
+        f"dataset: {column} is neither text nor a whole number: write it as text, or give the "
+        f"column another name, under which reward functions get it as it is; got {value!r:.80}"
+    )
 
 
 def problem_of(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
@@ -193,18 +182,27 @@ def problem_of(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
     told = ("prompt", "question", "answer")
     problem = {key: x for key, x in row.items() if key not in told or not _is_missing(x)}
     if "prompt" not in problem and "question" in problem:
-        problem["prompt"] = prompt_of(text_of(problem["question"]), config)
+        problem["prompt"] = prompt_of(text_of("question", problem["question"]), config)
     elif not isinstance(problem.get("prompt", []), list | tuple):
-        problem["prompt"] = text_of(problem["prompt"])
+        problem["prompt"] = text_of("prompt", problem["prompt"])
     if "answer" in problem:
-        problem["answer"] = final_answer(text_of(problem["answer"]))
+        problem["answer"] = final_answer(text_of("answer", problem["answer"]))
     return problem
 
 
 def applies(reward: str, problem: Problem) -> bool:
-    """True if a problem is judged by the reward function of this name."""
-    wanted = problem.get("rewards")
-    return wanted is None or reward == wanted or (not isinstance(wanted, str) and reward in wanted)
+    """True if a problem is judged by the reward function of this name, or of its last part."""
+    names = names_rewards(problem)
+    return names is None or not {reward, reward.rpartition(":")[2]}.isdisjoint(names)
+
+
+def names_rewards(problem: Problem) -> list[str] | None:
+    """Returns the reward functions that a problem names in its column `rewards`; None: all."""
+    names = problem.get("rewards")
+    if names is None:
+        return None
+    several = isinstance(names, Iterable) and not isinstance(names, str)
+    return [str(name) for name in (names if several else [names])]
 
 
 def _is_missing(value: Any) -> bool:
@@ -264,7 +262,7 @@ def _file(name: str) -> str:
 
 
 def _lines(name: str) -> _Rows:
-    """The rows of a file with one object of JSON per line; numbers keep their digits."""
+    """The rows of a file with one object of JSON per line."""
     with open(name, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -276,9 +274,6 @@ def _lines(name: str) -> _Rows:
                 raise ValueError(f"dataset: expected JSON in {where}; {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"dataset: expected an object in {where}; got {row!r:.80}")
-            for key in ("question", "answer"):
-                if isinstance(row.get(key), float):
-                    row[key] = json.loads(line, parse_float=Decimal)[key]
             yield where, row
 
 
@@ -298,10 +293,10 @@ def _problems(rows: _Rows, config: TrainingConfig, compared: bool) -> list[Probl
 def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool) -> None:
     """Refuses a problem without a prompt, or without an answer that something compares with."""
     there = sorted(key for key, value in problem.items() if value is not None)
-    by = [name for name in _COMPARE if name in config.rewards and applies(name, problem)]
-    if "prompt" in there and ("answer" in there or not (compared or by)):
+    judged = "answer" in config.rewards and applies("answer", problem)
+    if "prompt" in there and ("answer" in there or not (compared or judged)):
         return
-    why = [f"the reward {name}" for name in by] + ["an eval_size > 0"] * compared
+    why = ["the reward answer"] * judged + ["an eval_size > 0"] * compared
     wanted = f" and an answer, for {' and '.join(why)}" if why else ""
     raise ValueError(
         f"dataset: expected problems with a question (or prompt){wanted}; got {there} in {where}"

@@ -1,18 +1,19 @@
 """Accuracy on held-out problems, and how sure it is.
 
-    python -m grpo_kernels.training.evaluate --model FOLDER --dataset openai/gsm8k:main
+    python -m grpo_kernels.training.evaluate run.yaml --model FOLDER
 
-answers problems with the likeliest tokens, and by `--num_generations` samples: those of the split
-test, else validation, else all there are; with `--eval_size` so many. Options are those of the
-training. A folder `evaluation` in `--output` gets the answers and a report.
+answers problems with the likeliest tokens, and by `--num_generations` samples: those of
+`--eval_dataset`, or of `--dataset` the split test, else validation, else all there are; with
+`--eval_size` so many. Options are those of the training, in its own file if there is one. A new
+folder in `--output`, of `--name` or `evaluation`, gets the answers and a report.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +22,44 @@ from accelerate.utils import set_seed
 from tqdm import tqdm
 
 from . import logs, ranks
-from .config import TrainingConfig
+from .answers import extract_answer, is_correct
+from .config import DEFAULTS, TrainingConfig
 from .data import Problem, PromptEncoder, short_enough
-from .judging import judge, judge_answers, resolve_rewards, weighted_sum
-from .rewards import LONGEST, Reward, equal, is_marked_correct, marked_answer, of_options
+from .expressions import timed_out
+from .rewards import (
+    RewardFunction,
+    check_rewards,
+    judge,
+    judge_answers,
+    resolve_rewards,
+    weighted_sum,
+)
 from .rollout import end_tokens, vocabulary_of
 from .sampler import Sampler
 
-# A share and its 95 % interval.
-Share = tuple[float, float, float]
 # Columns of problems by whose values accuracy is told apart.
 GROUPS = ("held_out", "level")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out accuracy with its 95 % interval, one completion per problem."""
+    """Held-out accuracy with its 95 % interval, of one or several completions per problem."""
 
-    answers: list[dict[str, Any]]
+    answers: list[dict[str, Any]]  # those of a problem are neighbors
     accuracy: float
     low: float  # the 95 % interval
     high: float
-    reward: float
+    reward: float  # NaN where no function applies
+    count: int = 1  # completions per problem
+    timed_out: int = 0  # comparisons of answers without a result, which count as wrong
 
     def __str__(self) -> str:
         told = [
             f"held-out accuracy {self.accuracy:.1%} (95 %: {self.low:.1%} to {self.high:.1%}) of "
-            f"{len(self.answers)}, reward {self.reward:.2f}"
+            f"{len(self.answers) // self.count}, reward {self.reward:.2f}"
         ]
+        if self.timed_out:
+            told.append(f"{self.timed_out} comparisons had no result in time and count as wrong")
         for column, parts in self.parts.items():
             shares = (f"{value} {part.accuracy:.1%}" for value, part in parts.items())
             told.append(f"{column}: {', '.join(shares)}")
@@ -64,7 +75,9 @@ class Evaluation:
                 if answer.get(column) is not None:
                     values.setdefault(str(answer[column]), []).append(answer)
             if len(values) > 1:
-                found[column] = {value: accuracy_of(values[value]) for value in sorted(values)}
+                found[column] = {
+                    value: accuracy_of(values[value], self.count) for value in sorted(values)
+                }
         return found
 
     def summary(self, step: int) -> dict[str, Any]:
@@ -75,32 +88,41 @@ class Evaluation:
         }
         return {"step": step, **self._numbers(), **({"by": by} if by else {})}
 
-    def write(self, folder: Path, step: int, samples: Mapping[str, Any] | None = None) -> None:
-        """Adds it to a run's files, with its answers.
+    def write(self, folder: Path, step: int, samples: Evaluation | None = None) -> None:
+        """Adds the evaluation to a run's files, with its answers.
 
         Args:
-            folder: of the run.
+            folder: the run's.
             step: the evaluated weights are those after it.
-            samples: what several answers per problem show, if they were asked for.
+            samples: another evaluation, by several completions per problem.
         """
-        more = {"samples": samples} if samples else {}
+        more = {"samples": {"count": samples.count, **samples._numbers()}} if samples else {}
         logs.append(folder / "evaluations.jsonl", {**self.summary(step), **more})
         for answer in self.answers:
             logs.append(folder / "answers.jsonl", {"step": step, **answer})
+        if samples is not None:
+            for i, answer in enumerate(samples.answers):
+                row = {"step": step, "sample": i % samples.count, **answer}
+                logs.append(folder / "answers.jsonl", row)
 
     def _numbers(self) -> dict[str, Any]:
         return {
             "accuracy": self.accuracy, "low": self.low, "high": self.high, "reward": self.reward,
-            "problems": len(self.answers),
+            "problems": len(self.answers) // self.count,
+            **({"timed_out": self.timed_out} if self.timed_out else {}),
         }  # fmt: skip
 
 
-def accuracy_of(answers: Sequence[dict[str, Any]]) -> Evaluation:
-    """Sums up answers, each of which has `correct` and `reward`."""
-    count, correct = len(answers), sum(answer["correct"] for answer in answers)
-    low, high = wilson_interval(correct, count)
-    reward = sum(answer["reward"] for answer in answers) / count
-    return Evaluation(list(answers), correct / count, low, high, reward)
+def accuracy_of(answers: Sequence[dict[str, Any]], count: int = 1, late: int = 0) -> Evaluation:
+    """Sums up answers, `count` per problem, each of which has `correct` and `reward`.
+
+    The interval is over problems, whose completions are not independent of each other.
+    """
+    groups = [answers[i : i + count] for i in range(0, len(answers), count)]
+    shares = [sum(answer["correct"] for answer in group) / count for group in groups]
+    rewards = [answer["reward"] for answer in answers if not math.isnan(answer["reward"])]
+    reward = sum(rewards) / len(rewards) if rewards else math.nan
+    return Evaluation(list(answers), *_mean_of(shares), reward, count, late)
 
 
 def wilson_interval(successes: int, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -113,8 +135,8 @@ def wilson_interval(successes: int, count: int, z: float = 1.96) -> tuple[float,
 
 
 def evaluate(
-    problems: Sequence[Problem], sampler: Sampler, rewards: Mapping[str, Reward],
-    is_correct: Callable[[str, str], bool], config: TrainingConfig, accelerator: Accelerator,
+    problems: Sequence[Problem], sampler: Sampler, rewards: Sequence[RewardFunction],
+    is_correct: Callable[[str, Any], bool], config: TrainingConfig, accelerator: Accelerator,
     count: int = 1,
 ) -> Evaluation:  # fmt: skip
     """Answers each problem `count` times; processes share the work.
@@ -128,51 +150,33 @@ def evaluate(
     # Equally many per process; of those that come twice the second is dropped at the end.
     mine = [problems[i % len(problems)] for i in range(rank * each, (rank + 1) * each)]
     size = max(1, config.prompts_per_step // world * config.num_generations // count)
-    answers = []
+    labels, answers, before = [reward.label for reward in rewards], [], timed_out()
     for start in range(0, each, size):
-        asked = mine[start : start + size]
+        asked = deepcopy(mine[start : start + size])  # which observers may change
         some = [problem for problem in asked for _ in range(count)]
         completions = sampler(asked, count, temperature, length=length)
         texts = sampler.texts(completions)
         more = sampler.beside(completions, texts)
-        table = judge(accelerator, rewards, some, texts, config.reward_timeout, more)
-        right = judge_answers(accelerator, is_correct, some, texts, config.reward_timeout)
+        table = judge(accelerator, rewards, some, texts, more)
+        right = judge_answers(accelerator, is_correct, some, texts)
         totals = weighted_sum(table, config.reward_weights).tolist()
         rows = zip(some, texts, more["transcripts"], table.tolist(), totals, completions, right,
                    strict=True)  # fmt: skip
         for problem, text, whole, values, total, done, correct in rows:
             answers.append({
                 "prompt": problem["prompt"], "completion": whole,
-                "answered": marked_answer(text, last=config.last_answer),
+                "answered": extract_answer(text),
                 **({} if text == whole else {"sampled": text}), "answer": problem["answer"],
                 "correct": correct, "ended": done.ended,
-                "reward": total, "rewards": dict(zip(rewards, values, strict=True)),
+                "reward": total, "rewards": dict(zip(labels, values, strict=True)),
                 **{column: problem[column] for column in GROUPS if column in problem},
             })  # fmt: skip
     answers = ranks.reduce(accelerator, answers, lambda parts: [a for part in parts for a in part])
-    return accuracy_of(answers[: len(problems) * count])
+    late = ranks.reduce(accelerator, timed_out() - before, sum)
+    return accuracy_of(answers[: len(problems) * count], count, late)
 
 
-def of_samples(answers: Sequence[dict[str, Any]], count: int) -> dict[str, Share]:
-    """Figures of several samples per problem: `name: (mean, low, high)` over problems, 95 %.
-
-    `accuracy` is that of one sample, `pass@k` the probability that one of k is right (without bias
-    where k is less than `count`: Chen et al. 2021, arXiv:2107.03374), `majority@count` that of the
-    answer that most of them give.
-    """
-    groups = [answers[i : i + count] for i in range(0, len(answers), count)]
-    right = [sum(answer["correct"] for answer in group) for group in groups]
-    found = {"accuracy": _mean_of([n / count for n in right])}
-    for k in sorted({2**i for i in range(1, count.bit_length())} | {count}):
-        if 1 < k <= count:
-            values = [1 - math.comb(count - n, k) / math.comb(count, k) for n in right]
-            found[f"pass@{k}"] = _mean_of(values)
-    votes = [_majority(group) for group in groups]
-    found[f"majority@{count}"] = _mean_of([float(correct) for correct in votes])
-    return found
-
-
-def _mean_of(values: Sequence[float]) -> Share:
+def _mean_of(values: Sequence[float]) -> tuple[float, float, float]:
     """The mean of values from 0 to 1, and its 95 % interval; Wilson's where all are 0 or 1."""
     mean, n = sum(values) / len(values), len(values)
     if set(values) <= {0.0, 1.0}:
@@ -184,32 +188,15 @@ def _mean_of(values: Sequence[float]) -> Share:
     return mean, max(0.0, mean - half), min(1.0, mean + half)
 
 
-def _majority(group: Sequence[dict[str, Any]]) -> bool:
-    """True if the answer that is given most often is right; of equally many, the first."""
-    found: list[list[dict[str, Any]]] = []  # groups of equal answers
-    for answer in group:
-        if _given(answer):
-            same = next((some for some in found if _same(some[0], answer)), None)
-            if same is None:
-                found.append([answer])
-            else:
-                same.append(answer)
-    return bool(found and max(found, key=len)[0]["correct"])
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(TrainingConfig):
+    """Options of a run; those that an evaluation has no use for are as if they were not set."""
 
-
-def _given(answer: dict[str, Any]) -> str | None:
-    """Returns what is marked in the policy's own part of a completion."""
-    if "answered" in answer:
-        return answer["answered"]
-    return marked_answer(answer.get("sampled", answer["completion"]))
-
-
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """True if two answers to a problem are right, or equal."""
-    if one["correct"] or other["correct"]:
-        return bool(one["correct"] and other["correct"])
-    given = [_given(answer) or "" for answer in (one, other)]
-    return given[0] == given[1] or (max(map(len, given)) <= LONGEST and equal(*given))
+    def __post_init__(self) -> None:
+        # The folder is new, and the model is taken as it is.
+        for name in ("resume", "trainable", "lora_rank", "lora_alpha", "lora_target", "eval_every"):
+            object.__setattr__(self, name, DEFAULTS[name])
+        super().__post_init__()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -219,14 +206,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     from .loading import check_rollout, load_model, make_rollout, set_pad_token
     from .policy import Policy
 
-    config = parse_config(argv, name="evaluation", eval_size=0)
-    # The folder is new, and the model is taken as it is.
-    config = replace(config, resume=False, lora_rank=0, trainable=None).unused()
+    config: TrainingConfig = parse_config(
+        argv, kind=EvaluationConfig, name="evaluation", eval_size=0
+    ).unused()
     accelerator = ranks.make_accelerator(config)
     check_rollout(config, accelerator)
-    rewards = resolve_rewards(config.rewards, None, of_options(config))
-    is_correct = partial(is_marked_correct, last=config.last_answer)
-    problems, which = load_to_answer(config)
+    rewards = resolve_rewards(config.rewards)
+    dataset = config.eval_dataset or config.dataset
+    problems, which = load_to_answer(replace(config, dataset=dataset))
+    check_rewards(rewards, problems, dataset)
     model, tokenizer = load_model(config)
     set_pad_token(tokenizer, model)
     say = tqdm.write if accelerator.is_main_process else lambda _: None
@@ -244,17 +232,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         set_seed(config.seed)
         return evaluate(problems, sampler, rewards, is_correct, config, accelerator, count)
 
-    one, count = ask(1), config.num_generations
-    several = ask(count)
-    shown = of_samples(several.answers, count)
-    for name, (mean, low, high) in shown.items():
-        say(f"{name}: {mean:.1%} (95 %: {low:.1%} to {high:.1%}), {count} samples per problem")
+    one, several = ask(1), ask(config.num_generations)
     say(f"    0  {one}")
+    say(f"{several}, {several.count} samples per problem")
     if accelerator.is_main_process:
         logs.open_folder(config.folder, config.as_json(), -1)
-        one.write(config.folder, 0, shown)
-        for i, answer in enumerate(several.answers):
-            logs.append(config.folder / "answers.jsonl", {"step": 0, "sample": i % count, **answer})
+        one.write(config.folder, 0, several)
         say(f"Look at {report.write(config.folder)[0]}")
 
 

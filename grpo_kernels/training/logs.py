@@ -19,7 +19,7 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
     """
     try:
         with path.open("a") as file:
-            file.write(json.dumps(_json_safe(row)) + "\n")
+            file.write(json.dumps(_json_safe(row), default=_plain) + "\n")
     except OSError as error:
         error.filename = str(path)  # which that of a write does not have
         raise
@@ -49,6 +49,11 @@ def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:
             scratch = path.with_suffix(".tmp")
             scratch.write_text("".join(kept))
             scratch.replace(path)
+
+
+def _plain(x: Any) -> Any:
+    """Returns the number or the list that a value of NumPy or torch is, else its text."""
+    return x.tolist() if hasattr(x, "tolist") else str(x)
 
 
 def _json_safe(x: Any) -> Any:

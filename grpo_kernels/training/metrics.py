@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from statistics import fmean as mean
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..base.sequences import masked_quantile
 from . import ranks
 from .config import TrainingConfig
 from .data import Problem
-from .judging import weighted_sum
+from .rewards import weighted_sum
 from .run import Run
 from .samples import Samples, sampled_tokens
 
@@ -80,9 +81,11 @@ def of_samples(
     sampled = [sum(sampled_tokens(c)) for c in samples.completions]
     lengths = gather(torch.tensor(sampled, dtype=torch.float64))
     ended = gather(torch.tensor([c.ended for c in samples.completions], dtype=torch.float32))
-    total = weighted_sum(rewards, config.reward_weights)
-    groups = total.view(-1, config.num_generations)
-    row = {"reward": float(total.mean()), "reward_std": float(groups.std(1).mean())}
+    # Completions that no function scored are in no figure.
+    groups = weighted_sum(rewards, config.reward_weights).view(-1, config.num_generations)
+    squares = ((groups - groups.nanmean(1, keepdim=True)) ** 2).nansum(1)
+    std = (squares / (groups.isfinite().sum(1) - 1).clamp(min=0)).sqrt()  # NaN of fewer than 2
+    row = {"reward": float(groups.nanmean()), "reward_std": float(std.nanmean())}
     for name, column in zip(names, rewards.T, strict=True):
         row[f"reward/{name}"] = float(column.nanmean())
     if samples.correct:
@@ -92,7 +95,11 @@ def of_samples(
         levels = gather(torch.tensor(known, dtype=torch.float64))
         for level in sorted(set(levels[levels.isfinite()].tolist())):
             row[f"accuracy/level_{level:g}"] = float(correct[levels == level].mean())
-    row["groups_equal"] = float((groups.amax(1) == groups.amin(1)).double().mean())
+    largest, smallest = groups.nan_to_num(-math.inf).amax(1), groups.nan_to_num(math.inf).amin(1)
+    row["groups_equal"] = float((largest <= smallest).double().mean())
+    late = gather(torch.tensor([float(samples.timed_out)], dtype=torch.float64)).sum()
+    if late:
+        row["answers_timed_out"] = float(late)
     row["completion_length"] = float(lengths.mean())
     row["truncated"] = 1 - float(ended.mean())
     return row
@@ -101,7 +108,7 @@ def of_samples(
 def _level_of(problem: Problem) -> float:
     """The level of a problem; NaN where that is no number."""
     level = problem.get("level")
-    if isinstance(level, bool) or not isinstance(level, int | float):
+    if isinstance(level, bool) or not isinstance(level, Real):
         return math.nan
     return float(level)
 

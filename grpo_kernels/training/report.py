@@ -38,9 +38,11 @@ _CURVES = {
 }
 
 
-def text_of(prompt: str | Sequence[Mapping[str, str]]) -> str:
-    """Returns what was asked: a text, or a chat's last message."""
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """Returns the text of a prompt: itself, or that of a chat's last message."""
+    content = prompt if isinstance(prompt, str) else prompt[-1].get("content") or ""
+    parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    return "".join(parts)
 
 
 def summary(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
@@ -100,7 +102,7 @@ def _table(title: str, rows: Iterable[Sequence[object]]) -> str:
 
 
 def _accuracies(evaluations: Sequence[Row]) -> Iterable[tuple[str, ...]]:
-    """The last evaluation beside the first, by group, and of several samples."""
+    """The last evaluation beside the first, by group, and at several samples per problem."""
     if not evaluations:
         return
     now = evaluations[-1]
@@ -111,9 +113,8 @@ def _accuracies(evaluations: Sequence[Row]) -> Iterable[tuple[str, ...]]:
         for value, part in values.items():
             parts = (e.get("by", {}).get(column, {}).get(value) for e in compared)
             yield (f"{column}: {value}", str(part["problems"]), *map(_interval, parts))
-    for name, share in now.get("samples", {}).items():
-        one = dict(zip(("accuracy", "low", "high"), share, strict=True))
-        yield (f"several samples: {name}", "", _interval(one))
+    if several := now.get("samples"):
+        yield (f"{several['count']} samples each", str(several["problems"]), _interval(several))
 
 
 def _interval(one: Row | None) -> str:
@@ -123,7 +124,8 @@ def _interval(one: Row | None) -> str:
 def _texts(row: Row) -> tuple[str, ...]:
     """A completion, with what it was given and what it got."""
     cut = "" if row["ended"] else " [cut]"
-    got = f"reward {row['reward']:.2f}", f"advantage {row['advantage']:+.2f}"
+    reward = "not scored" if row["reward"] is None else f"reward {row['reward']:.2f}"
+    got = reward, f"advantage {row['advantage']:+.2f}"
     return text_of(row["prompt"])[-600:], row["completion"] + cut, str(row["answer"]), *got
 
 

@@ -1,223 +1,252 @@
 """Reward functions: what a completion is worth.
 
-A reward function takes `(prompts, completions, **columns)`, lists with one entry per completion;
-the columns are those of the problems (`answer`, say). Where a prompt is messages, so is its
-completion. It returns a list of floats, None where it does not apply. A problem with a column
-`rewards` is judged by the functions named there alone.
+Reward functions are called as TRL calls them: by keyword, with `prompts`, `completions`,
+`completion_ids` and the columns of the problems that they name, or all with `**columns`; lists with
+one entry per completion. Where a prompt is messages, so is its completion. They return one number
+per completion, None where they do not apply.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
-from functools import cache, lru_cache, partial
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
-from .bounded import Late, TimedOut, at_most
-from .config import TrainingConfig
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from . import ranks
+from .answers import is_correct
+from .data import applies, names_rewards
+from .interruptions import StepError
+from .kinds import imported
 
 Reward = Callable[..., Sequence[float | None]]
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# A number anywhere in a text, as "GRPO from scratch" looks for one.
-_ANYWHERE = re.compile(r"-?\d*\.?\d+", re.ASCII)
-# No number that is an answer is longer; reading one of this length takes no time.
-LONGEST = 100
-# Seconds for the comparison of two expressions.
-_SECONDS = 5.0
-_INTEGER = re.compile(r"-?\d{1,12}", re.ASCII)
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-_NUMBER = re.compile(rf"([+-]?)[$€£]?([+-]?)({_DIGITS})(?:\s?/\s?({_DIGITS}))?\s?%?\.?", re.ASCII)
-
-
-def answer_of(completion: str, *, last: bool = False) -> str | None:
-    """The text between the answer tags; None unless there is exactly one pair of them.
-
-    `last`: of several openings the last counts, up to what closes it.
-    """
-    if last:
-        _, opened, rest = completion.rpartition("<answer>")
-        inside, closed, _ = rest.partition("</answer>")
-        return inside.strip() if opened and closed else None
-    if completion.count("<answer>") != 1 or completion.count("</answer>") != 1:
-        return None
-    rest = completion.partition("<answer>")[2]
-    inside, closed, _ = rest.partition("</answer>")
-    return inside.strip() if closed else None
-
-
-def marked_answer(completion: str, *, last: bool = False) -> str | None:
-    r"""The text marked as the answer by `<answer>` tags, else by one `####` or `\boxed{}`.
-
-    None where there are several pairs of tags, or no tags and several marks; with `last` the last
-    of them counts.
-    """
-    if "<answer>" in completion or "</answer>" in completion:
-        return answer_of(completion, last=last)
-    found = [line.split("\n")[0].strip() for line in completion.split("####")[1:]]
-    boxed = [_in_braces(rest) for rest in completion.split(r"\boxed{")[1:]]
-    marked = [*found, *boxed]
-    return marked[-1] if len(marked) == 1 or (last and marked) else None
-
-
-def _in_braces(text: str) -> str | None:
-    """The text up to the brace that closes one before it."""
-    depth = 1
-    for place, letter in enumerate(text[:LONGEST]):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return text[:place].strip()
-    return None
-
-
-def number_of(text: str) -> Fraction | None:
-    """Reads a text as a number: `-3`, `$1,234.50`, `50%` (as 50), `1/2`, `7.`; else None.
-
-    Only ASCII digits count: some others are exponents.
-    """
-    if len(text) > LONGEST:
-        return None
-    match = _NUMBER.fullmatch(text.strip().replace("\u2212", "-"))
-    if match is None or (match[1] and match[2]):
-        return None
-    above, below = (Fraction((part or "1").replace(",", "")) for part in match.groups()[2:])
-    if below == 0:
-        return None
-    return (-1 if "-" in match[1] + match[2] else 1) * above / below
-
-
-def is_correct(completion: str, answer: str, *, last: bool = False) -> bool:
-    """True if the tagged answer equals the right one, as text or as a number."""
-    given = answer_of(completion, last=last)
-    if not given:
-        return False
-    number = number_of(given)
-    return given == answer.strip() or (number is not None and number == number_of(answer))
+# Keywords that every reward function may name, beside the columns of problems.
+KEYWORDS = ("prompts", "completions", "completion_ids", "transcripts")
+# Errors of a function that takes texts for messages, or messages for texts.
+_OF_SHAPE = (TypeError, KeyError, IndexError, AttributeError)
 
 
 def as_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a completion, which may be messages."""
+    """Returns the text of a completion, which may be messages."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def answer(
-    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], *,
-    _last: bool = False, **_: Any,
-) -> list[float]:  # fmt: skip
-    """2.0 for the right answer in `<answer>` tags, 1.5 for one that is numerically equal."""
-    texts = [as_text(completion) for completion in completions]
-    return [
-        (2.0 if answer_of(text, last=_last) == right.strip() else 1.5)
-        * is_correct(text, right, last=_last)
-        for text, right in zip(texts, answer, strict=True)
-    ]
-
-
-def format(
-    prompts: Sequence[Any], completions: Sequence[Any], *, _tag: str = "think",
-    _repeated: bool = False, **_: Any,
-) -> list[float]:  # fmt: skip
-    """0.2 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that appears exactly once.
-
-    Or more often, where it may be repeated.
-    """
-    tags = (f"<{_tag}>", f"</{_tag}>", *TAGS[2:])
-    counts = ([as_text(completion).count(tag) for tag in tags] for completion in completions)
-    return [0.2 * sum(n == 1 or (_repeated and n > 1) for n in found) for found in counts]
-
-
-def correctness(
-    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **_: Any
+    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **_: Any
 ) -> list[float]:
-    """2.0 for the right answer in the last `<answer>` tags, 1.5 for one number that is equal.
+    """2.0 for the right answer, which also counts for accuracy."""
+    pairs = zip(completions, answer, strict=True)
+    return [2.0 * is_correct(as_text(completion), right) for completion, right in pairs]
 
-    As "GRPO from scratch" pays it: the number may stand in a sentence, and "..." is no answer.
+
+def format(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+    """0.2 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that appears exactly once."""
+    texts = map(as_text, completions)
+    return [0.2 * sum(text.count(tag) == 1 for tag in TAGS) for text in texts]
+
+
+REWARDS: dict[str, Reward] = {"answer": answer, "format": format}
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function, its name among the options, and the one that its metric has."""
+
+    name: str
+    label: str
+    function: Reward
+
+
+class RewardError(StepError, ValueError):
+    """A reward function that failed, or returned what is no reward."""
+
+
+def resolve_rewards(
+    names: Sequence[str], own: Mapping[str, Reward] | None = None
+) -> list[RewardFunction]:
+    """Returns the reward functions of these names, as many as there are names.
+
+    Each is one of the library, of the caller's `own`, or imported as `module:function`. Its label
+    is the function's name; where several have that, they are numbered.
     """
-
-    def paid(given: str | None, right: str) -> float:
-        given = None if given == "..." else given
-        found = [_ANYWHERE.findall((text or "")[:LONGEST]) for text in (given, right)]
-        numbers = [float(x[0]) for x in found if len(x) == 1]
-        same = len(numbers) == 2 and numbers[0] == numbers[1]
-        return 2.0 if given == right.strip() else 1.5 * same
-
-    texts = (as_text(completion) for completion in completions)
-    return [paid(answer_of(x, last=True), y) for x, y in zip(texts, answer, strict=True)]
-
-
-def math_equal(
-    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], *,
-    _last: bool = False, **_: Any,
-) -> list[float]:  # fmt: skip
-    """2.0 where `math-verify` finds the tagged answer equal to the right one as an expression."""
-    return [
-        2.0 * equal(answer_of(as_text(completion), last=_last), right)
-        for completion, right in zip(completions, answer, strict=True)
-    ]
+    known, found = {**REWARDS, **(own or {})}, list[RewardFunction]()
+    for name in names:
+        if name not in known and ":" not in name:
+            raise ValueError(
+                f"rewards: expected some of {', '.join(known)}, or module:function; got {name!r}"
+            )
+        label = short = name.rpartition(":")[2]
+        same = sum(other.name.rpartition(":")[2] == short for other in found)
+        if same:
+            label = f"{short}-{same + 1}"
+        found.append(RewardFunction(name, label, known.get(name) or imported("rewards", name)))
+    return found
 
 
-def is_marked_correct(completion: str, answer: str, *, last: bool = False) -> bool:
-    """True if `marked_answer` equals the right one, as text, as a number, or for `math-verify`."""
-    return equal(marked_answer(completion, last=last), answer)
+def check_rewards(
+    rewards: Sequence[RewardFunction], problems: Sequence[Mapping[str, Any]], where: str
+) -> None:
+    """Checks that every problem has a reward function, and every function its columns.
+
+    Raises:
+        ValueError: names the problem, or the function.
+    """
+    for reward in rewards:
+        judged = [problem for problem in problems if applies(reward.name, problem)]
+        if judged:
+            _keywords(reward, [*KEYWORDS, *_columns(judged)])
+    known = {x for reward in rewards for x in (reward.name, reward.name.rpartition(":")[2])}
+    for i, problem in enumerate(problems):
+        names = names_rewards(problem)
+        if names is not None and (not names or set(names) - known):
+            raise ValueError(
+                f"rewards: the column `rewards` of {where}[{i}] has {problem['rewards']!r}, and "
+                f"the run has {', '.join(reward.name for reward in rewards)}: name some of these "
+                "there, or give a column of another meaning another name"
+            )
 
 
-def equal(given: str | None, right: str) -> bool:
-    """True if an answer equals the right one, as text, as a number, or for `math-verify`."""
-    right = right.strip()
-    if not given or len(given) > LONGEST:
-        return False
-    number = number_of(given)
-    if given == right or (number is not None and number == number_of(right)):
-        return True
-    if not right or (_INTEGER.fullmatch(given) and _INTEGER.fullmatch(right)):
-        return False
-    return _equal_expressions(given, right)
+def reward_table(
+    rewards: Sequence[RewardFunction], problems: Sequence[Mapping[str, Any]],
+    completions: Sequence[str], *, more: Mapping[str, Sequence[Any]] | None = None,
+) -> list[list[float]]:  # fmt: skip
+    """`[B][R]` rewards, one per completion and function; NaN where a function does not apply.
+
+    A function gets copies of its arguments, and only the completions that it judges, with every
+    column that one of their problems has, None where another lacks it. `more` are lists with one
+    entry per completion, by keyword.
+
+    Raises:
+        RewardError: a function raised, or returned another number of values or one that is not
+            finite.
+    """
+    table = [[math.nan] * len(rewards) for _ in problems]
+    for place, reward in enumerate(rewards):
+        rows = [i for i, problem in enumerate(problems) if applies(reward.name, problem)]
+        if not rows:
+            continue
+        judged = [problems[i] for i in rows]
+        offered: dict[str, list[Any]] = {
+            key: [problem.get(key) for problem in judged] for key in _columns(judged)
+        }
+        offered |= {key: [values[i] for i in rows] for key, values in (more or {}).items()}
+        offered["prompts"] = [problem["prompt"] for problem in judged]
+        offered["completions"] = [
+            text if isinstance(problem["prompt"], str)
+            else [{"role": "assistant", "content": text}]
+            for text, problem in zip([completions[i] for i in rows], judged, strict=True)
+        ]  # fmt: skip
+        arguments = {
+            # Each by itself: completions of one problem share its objects.
+            key: [deepcopy(x) for x in offered[key]]
+            for key in _keywords(reward, offered)
+        }
+        name = f"reward function {reward.label}"
+        with _explained(name, offered["prompts"][0]):
+            returned = reward.function(**arguments)
+        with _explained(name):
+            values = list(returned)
+            numbers = [math.nan if value is None else float(value) for value in values]
+        if len(values) != len(rows):
+            raise RewardError(
+                f"{name}: expected {len(rows)} values, one per completion; got {len(values)}"
+            )
+        for i, value, number in zip(rows, values, numbers, strict=True):
+            if value is not None and not math.isfinite(number):
+                raise RewardError(
+                    f"{name}: expected finite numbers, or None where it does not apply; got "
+                    f"{number} for {completions[i][:80]!r}"
+                )
+            table[i][place] = number
+    return table
 
 
-def _equal_expressions(given: str, right: str) -> bool:
-    """True if two expressions are equal; False if that is not found out in `_SECONDS`."""
-    late = Late()
-    _math_verify()  # half of an import would be none ever after
+def judge(
+    accelerator: Accelerator, rewards: Sequence[RewardFunction],
+    problems: Sequence[Mapping[str, Any]], completions: Sequence[str],
+    more: Mapping[str, Sequence[Any]] | None = None,
+) -> Tensor:  # fmt: skip
+    """Makes a float64 tensor of `reward_table`. If it raises on one rank, all ranks raise.
+
+    Raises:
+        RewardError: on every rank.
+    """
+    with ranks.raise_on_all_ranks(accelerator, RewardError):
+        table = reward_table(rewards, problems, completions, more=more)
+    return torch.tensor(table, dtype=torch.float64)
+
+
+def judge_answers(
+    accelerator: Accelerator, is_correct: Callable[[str, Any], bool],
+    problems: Sequence[Mapping[str, Any]], completions: Sequence[str],
+) -> list[bool]:  # fmt: skip
+    """Per completion, whether it is correct. If the function fails on one rank, all raise.
+
+    Raises:
+        RewardError: on every rank.
+    """
+    pairs = zip(completions, problems, strict=True)
+    with ranks.raise_on_all_ranks(accelerator, RewardError), _explained("is_correct"):
+        return [bool(is_correct(text, deepcopy(problem["answer"]))) for text, problem in pairs]
+
+
+def weighted_sum(rewards: Tensor, weights: Sequence[float]) -> Tensor:
+    """`[B]` weighted sums of the `[B, R]` rewards that apply, NaN where none does; weights of 1
+    if there are none.
+    """
+    factors = torch.tensor(weights or [1.0] * rewards.shape[1], dtype=rewards.dtype)
+    return (rewards.nan_to_num() * factors).sum(1).masked_fill(rewards.isnan().all(1), math.nan)
+
+
+def _columns(problems: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the columns that reward functions may name."""
+    return sorted(set().union(*problems) - {"prompt", *KEYWORDS})
+
+
+def _keywords(reward: RewardFunction, offered: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """Returns the keywords, of those offered, that a function is called with."""
+    parameters = inspect.signature(reward.function).parameters.values()
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    lacking = [
+        p.name for p in parameters
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.default is p.empty
+        and not (p.name in by_name and p.name in offered)
+    ]  # fmt: skip
+    if lacking:
+        raise RewardError(
+            f"reward function {reward.label}: its parameters {', '.join(lacking)} are none of the "
+            f"keywords that it is called with: {', '.join(offered)}. Rename them, add the columns "
+            "to the problems, or take the rest as **columns"
+        )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return [key for key in offered if takes_all or key in by_name]
+
+
+@contextmanager
+def _explained(what: str, prompt: Any = None) -> Iterator[None]:
+    """Raises RewardError in the name of a function that fails.
+
+    With a prompt, an error that may be of the shape of the arguments says which shape they have.
+    """
     try:
-        with at_most(_SECONDS, late):
-            return _compared(given, right)
-    except TimedOut:
-        if not late.rang:
-            raise  # that of a block around this one
-        return False
-
-
-@lru_cache(4096)  # a reward and accuracy ask for the same
-def _compared(given: str, right: str) -> bool:
-    its = _math_verify()
-    sides = [its.parse(f"${text}$", parsing_timeout=None) for text in (right, given)]
-    return bool(its.verify(*sides, timeout_seconds=None))
-
-
-@cache
-def _math_verify() -> Any:
-    try:
-        import math_verify
-    except ImportError as error:
-        raise ImportError(
-            "answers that are no numbers need math-verify: pip install 'grpo_kernels[train]'"
-        ) from error
-    # Its own bound is an alarm that the main thread alone has, and that ends one of a caller's.
-    math_verify.parser.TIMEOUT_WARNING_SHOWN = math_verify.grader.TIMEOUT_WARNING_SHOWN = True
-    return math_verify
-
-
-REWARDS: dict[str, Reward] = {
-    "answer": answer, "correctness": correctness, "format": format, "math_equal": math_equal,
-}  # fmt: skip
-
-
-def of_options(config: TrainingConfig) -> dict[str, Reward]:
-    """The library's reward functions, which look for answer and tags as a run's options say."""
-    last, tag = config.last_answer, config.think_tag
-    return {
-        **REWARDS, "answer": partial(answer, _last=last),
-        "math_equal": partial(math_equal, _last=last),
-        "format": partial(format, _tag=tag, _repeated=last),
-    }  # fmt: skip
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        rule = ""
+        if prompt is not None and isinstance(error, _OF_SHAPE):
+            kind = "text" if isinstance(prompt, str) else "a list of messages"
+            rule = (
+                f". Completions are what their prompts are, here {kind}: lists of messages only "
+                "where prompts are messages"
+            )
+        raise RewardError(f"{what}: {type(error).__name__}: {error}{rule}") from error

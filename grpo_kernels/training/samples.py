@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,11 +15,11 @@ from .. import batch_support, group_advantages
 from ..base.layout import to_device
 from . import ranks
 from .data import Problem
-from .judging import judge, judge_answers, weighted_sum
+from .expressions import timed_out
 from .loading import check_has_logps
 from .micro_batches import Size
 from .policy import Batch
-from .rewards import Reward
+from .rewards import RewardError, RewardFunction, judge, judge_answers, weighted_sum
 from .rollout import Completion, pad
 from .sampler import Sampler
 
@@ -33,10 +34,11 @@ class Samples:
     completions: list[Completion]  # [B]
     texts: list[str]  # [B], what the policy wrote
     rewards: Tensor  # [B, R], NaN where a function does not apply
-    totals: Tensor  # [B], weighted sums of the rewards
+    totals: Tensor  # [B], weighted sums of the rewards; NaN where none applies
     advantages: Tensor  # [B]
     mask: Tensor  # [B, T], int64
     correct: list[bool]  # [B], or empty where problems have no answer
+    timed_out: int  # comparisons of answers without a result
     transcripts: list[str]  # [B], the texts with what the policy was given between
     sampling_logps: Tensor | None  # [B, T], of the rollout
     ce_weights: Tensor | None  # [B, T], of the cross-entropy
@@ -131,17 +133,28 @@ def constants(
 
 def judged(
     problems: Sequence[Problem], completions: Sequence[Completion], sampler: Sampler,
-    rewards: Mapping[str, Reward], is_correct: Callable[[str, str], bool] | None,
+    rewards: Sequence[RewardFunction], is_correct: Callable[[str, Any], bool] | None,
 ) -> Samples:  # fmt: skip
-    """Rewards of this process's completions of its problems; None judges no answer."""
+    """Rewards of this process's completions of its problems; None judges no answer.
+
+    Raises:
+        RewardError: a function failed, or none scored any completion; on every rank.
+    """
+    before, own = timed_out(), deepcopy(list(problems))  # which observers may change
     config, accelerator, G = sampler.config, sampler.accelerator, sampler.config.num_generations
     device, texts = accelerator.device, sampler.texts(completions)
     more = sampler.beside(completions, texts)
-    asked = [problem for problem in problems for _ in range(G)], texts, config.reward_timeout
+    asked = [problem for problem in own for _ in range(G)], texts
     table = judge(accelerator, rewards, *asked, more)
+    scores = ranks.gather(accelerator, table)
+    if scores.isnan().all():
+        raise RewardError(
+            "rewards: no completion of this step was scored, as every reward function returned "
+            "None for all that it judged: return numbers, or add a function that scores them"
+        )
     first = accelerator.process_index * len(texts)
     advantages = group_advantages(
-        ranks.gather(accelerator, table), G, scale=config.scale_rewards,
+        scores, G, scale=config.scale_rewards,
         weights=config.reward_weights or None,
     )[first : first + len(texts)]  # fmt: skip
     correct = [] if is_correct is None else judge_answers(accelerator, is_correct, *asked)
@@ -152,9 +165,10 @@ def judged(
     # Equal in all processes, so that they have the same metrics.
     has_support = any(c.support is not None for c in completions)
     return Samples(
-        list(problems), [sampler.encode(problem) for problem in problems],
+        own, [sampler.encode(problem) for problem in problems],
         [i for i in range(len(problems)) for _ in range(G)], list(completions), texts, table,
         weighted_sum(table, config.reward_weights), advantages.to(device), mask, correct,
+        timed_out() - before,
         transcripts=more["transcripts"],
         sampling_logps=per_token(logps, mask) if has_logps else None,
         ce_weights=None if weights.count(None) == len(weights) else per_token(weights, mask),

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from ..base.memory import ran_out_of_memory
 from . import checkpoint, metrics, ranks
+from .answers import is_correct as answer_is_correct
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder, short_enough
 from .evaluate import evaluate
 from .interruptions import BadUpdates, Preempted, StepError
-from .judging import resolve_rewards
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
 from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .observers import introduction
 from .reference_model import ReferenceModel
-from .rewards import Reward, is_marked_correct, of_options
+from .rewards import Reward, check_rewards, resolve_rewards
 from .rollout import Rollout, end_tokens, vocabulary_of
 from .run import Run, place_of
 from .sampler import Sampler
@@ -66,16 +66,15 @@ class Trainer:
         held_out: Sequence[Problem] = (),
         *,
         rewards: Mapping[str, Reward] | None = None,
-        is_correct: Callable[[str, str], bool] = is_marked_correct,
+        is_correct: Callable[[str, Any], bool] = answer_is_correct,
         rollout: Callable[[nn.Module], Rollout] | None = None,
     ) -> None:
         check_folder(config)
-        self.config, self.tokenizer = config, tokenizer
-        if is_correct is is_marked_correct:
-            is_correct = partial(is_correct, last=config.last_answer)
-        self.is_correct = is_correct
+        self.config, self.tokenizer, self.is_correct = config, tokenizer, is_correct
         set_pad_token(tokenizer, model)
-        self.rewards = resolve_rewards(config.rewards, rewards, of_options(config))
+        self.rewards = resolve_rewards(config.rewards, rewards)
+        check_rewards(self.rewards, train, "train")
+        check_rewards(self.rewards, held_out, "held_out")
         self.accelerator = accelerator = ranks.make_accelerator(config)
         if rollout is None:
             check_rollout(config, accelerator)
@@ -200,7 +199,8 @@ class Trainer:
         run.within_step = False
         found = metrics.merge_updates([update.metrics for update in updates])
         clock.add("sync", sampler.take_sync_seconds())
-        return metrics.of_step(samples, list(self.rewards), found, run, clock), samples
+        labels = [reward.label for reward in self.rewards]
+        return metrics.of_step(samples, labels, found, run, clock), samples
 
     def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
         """The optimizer step of this number on the samples: on these rows, of every process."""

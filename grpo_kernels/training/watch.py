@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import TrainingConfig
+from .expressions import SECONDS
 
 # Steps that count as "always", and steps until a warning is repeated.
 WINDOW = 5
@@ -62,6 +63,11 @@ class Watch:
             found["truncated"] = (
                 f"in {WINDOW} steps every completion was cut at max_completion_length = "
                 f"{self.config.max_completion_length}. Raise it, or give a stop string"
+            )
+        if late := row.get("answers_timed_out"):
+            found["late"] = (
+                f"{late:.0f} comparisons of answers had no result in {SECONDS:g} s and count as "
+                "wrong: look at samples.jsonl for long or nested expressions"
             )
         if self.config.records_support and "support/mean" not in row:
             found["support"] = (

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from grpo_kernels.training import Trainer, load_model, load_problems
-from grpo_kernels.training.rewards import is_correct
+from grpo_kernels.training.answers import is_correct
 from tests.helpers.trainer_runs import config_of, no_curves, noise, support_around
 
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.gsm8k_from_scratch import correctness
 from examples.problems import addition
-from grpo_kernels.training import checkpoint, command_line, logs, report, rewards
+from grpo_kernels.training import answers, checkpoint, command_line, logs, report, rewards
 from grpo_kernels.training.config import TrainingConfig
 
 # What asks for something, or changes the page, where it is taken for more than text.
@@ -83,7 +84,9 @@ ADVERSARIAL = (
     "<answer>" + " " * LONG, "<answer>-" + "\n" * LONG + "5</answer>", "<answer>\\frac{" * LONG,
     "\\boxed{" * LONG, "\\boxed{" + "{" * LONG, "}" * LONG, "#### " * LONG, "-" * LONG,
 )  # fmt: skip
-PARSERS = {**rewards.REWARDS, "addition": addition, "marked": None}
+PARSERS = {
+    **rewards.REWARDS, "addition": addition, "correctness": correctness, "marked": None
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -92,8 +95,8 @@ def test_parsers_are_bounded(name):
     for text in ADVERSARIAL:
         start = time.monotonic()
         if name == "marked":
-            assert not rewards.is_marked_correct(text, "12345")
-            rewards.number_of(text)
+            assert not answers.is_correct(text, "12345")
+            answers.number_of(text)
         else:
             (value,) = PARSERS[name](["p"], [text], answer=["12345"])
             assert value <= 0.8 if name == "format" else value < 0.6
@@ -101,9 +104,8 @@ def test_parsers_are_bounded(name):
 
 
 def read_answer(text, folder):
-    rewards.is_correct(text, "42")
-    rewards.marked_answer(text)
-    rewards.number_of(text)
+    answers.is_correct(text, "42")
+    answers.number_of(text)
     for function in (rewards.answer, rewards.format, addition):
         function(["p"], [text], answer=["42"])
 

@@ -1,0 +1,127 @@
+"""Comparing expressions by math-verify, in one process with limits of time and memory.
+
+The process runs this file as a script, which imports nothing else of the library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import cache, lru_cache
+from importlib.util import find_spec
+
+# Limits of a comparison. The time is the processor's: a busy machine changes no reward.
+SECONDS = 5.0
+BYTES = 2 << 30
+
+
+class MathVerify:
+    """math-verify in a process that a timer of its own ends when a comparison takes too long.
+
+    Any thread may ask, and no alarm of the caller's is touched.
+    """
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self.seconds, self.timed_out = seconds, 0
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def equal(self, answer: str, right: str) -> bool:
+        """Returns whether two expressions are equal; False if there is no result in time."""
+        with self._lock:
+            process = self._process = self._process or self._start()
+            try:
+                reply = _exchange(process, json.dumps([right, answer]))
+            except BaseException:
+                self.close()  # or the next comparison would get the reply to this one
+                raise
+            if not reply:
+                self.close()
+                self.timed_out += 1
+            return reply == "True"
+
+    def _start(self) -> subprocess.Popen[str]:
+        if find_spec("math_verify") is None:
+            raise ImportError(
+                "answers that are no numbers need math-verify: pip install 'grpo_kernels[train]'"
+            )
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(self.seconds)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            start_new_session=True,  # Ctrl-C is for the trainer
+        )  # fmt: skip
+        if not _exchange(process):
+            raise ImportError(f"math-verify: `{sys.executable} {__file__}` could not import it")
+        return process
+
+    def close(self) -> None:
+        """Ends the process; the next comparison starts another one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def _exchange(process: subprocess.Popen[str], line: str = "") -> str:
+    """Sends a line, and returns the reply; "" if the process has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        if line:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        return process.stdout.readline().strip()
+    except BrokenPipeError:
+        return ""
+
+
+@lru_cache(4096)  # a reward and accuracy ask for the same
+def same_expression(answer: str, right: str) -> bool:
+    """Returns whether math-verify finds two expressions equal; without a result in time, False."""
+    return _math_verify().equal(answer, right)
+
+
+def timed_out() -> int:
+    """Returns how many comparisons of this process have ended without a result so far."""
+    return _math_verify().timed_out
+
+
+@cache
+def _math_verify() -> MathVerify:
+    return MathVerify()
+
+
+# A forked process starts a worker of its own.
+os.register_at_fork(after_in_child=_math_verify.cache_clear)
+
+
+def _serve(seconds: float) -> None:
+    """Compares the pairs of expressions on standard input, one per line."""
+    del sys.path[0]  # this folder, whose modules are none of math-verify's
+    import resource
+
+    import math_verify
+
+    def same(right: str, answer: str) -> bool:
+        sides = [math_verify.parse(f"${x}$", parsing_timeout=None) for x in (right, answer)]
+        return bool(math_verify.verify(*sides, timeout_seconds=None))
+
+    replies, sys.stdout = sys.stdout, sys.stderr
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    # The signal ends the process, whatever its parent does with it.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    same("x+1", "1+x")  # the first time loads a parser
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        found = same(*json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(found, file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    _serve(float(sys.argv[1]))

@@ -1,0 +1,201 @@
+"""Answers: what is marked as one, numbers, and expressions compared by math-verify."""
+
+import contextlib
+import os
+import signal
+import threading
+from fractions import Fraction
+
+import pytest
+
+from grpo_kernels.training import answers, expressions
+from grpo_kernels.training.expressions import MathVerify
+
+
+@pytest.mark.parametrize(
+    ("text", "marked"),
+    (
+        ("so <answer>\n 12 \n</answer> it is", "12"),
+        ("<answer></answer>", ""),
+        ("<answer>1</answer> no, <answer>2</answer>", "2"),
+        ("<answer>1</answer><answer>2", None),
+        ("</answer>12<answer>", None),
+        ("12</answer>", None),
+        # Tags count before other marks, also where they mark nothing.
+        ("<answer>7</answer> #### 8", "7"),
+        ("<answer>7 #### 7", None),
+        ("so #### 7\nand more", "7"),
+        ("#### 7\n#### 8", "8"),
+        ("#### Then\n" + r"\boxed{4} or \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        (r"\boxed{7", None),
+        (r"\boxed{" + "1" * 200 + "}", "1" * 200),
+        ("7", None),
+    ),
+)
+def test_the_last_marked_answer_is_extracted(text, marked):
+    assert answers.extract_answer(text) == marked
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    (
+        ("12", 12), ("-3", -3), ("\u22123", -3), ("+4", 4), ("$1,234.50", Fraction("1234.5")),
+        ("-$5", -5), ("$-5", -5), ("-$-5", None), ("50%", 50), ("1/2", Fraction(1, 2)),
+        ("-1/2", Fraction(-1, 2)), ("3.", 3), (".5", Fraction(1, 2)), (" 7 ", 7),
+        ("1,000,000", 10**6), ("1/0", None), ("1/2/3", None), ("1,23", None), ("12,", None),
+        ("", None), (".", None), ("-", None), ("1e9", None), ("nan", None), ("12 apples", None),
+        ("1 2", None), ("\u0663", None), ("\u00b2", None), ("0x10", None), ("1_000", None),
+        ("9" * 101, None),
+    ),
+)  # fmt: skip
+def test_number_of(text, expected):
+    assert answers.number_of(text) == expected
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """The pairs that math-verify is asked for, none of which it finds equal."""
+    pairs = []
+    monkeypatch.setattr(answers, "same_expression", lambda *pair: pairs.append(pair) or False)
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "same"),
+    (
+        ("12", "12", True), ("12.0", "12", True), ("12", 12, True), ("13", 12, False),
+        ("1,450", "1450", True), ("1450", "$1,450", True), ("\u22123", "-3", True),
+        ("3", "-3", False), ("0.50", "1/2", True), ("50%", "50", True), ("50", "50%", True),
+        ("50%", "0.5", True), ("0.5", "50%", True), ("50%", "0.5%", False), ("5%", "0.5", False),
+        # Numbers are the same fraction, or differ.
+        ("9007199254740993", "9007199254740992", False), ("9007199254740992.0", 2**53, True),
+        ("1" + "0" * 30, "1" + "0" * 29 + "1", False), ("0.0000001", "0.0000002", False),
+        ("3.1415926", "3.1415927", False), ("0.0000004", "0.0", False), ("1/3", "0.333333", False),
+        # No answer is never right.
+        ("", "", False), (" ", "0", False), (None, "0", False), ("x", " ", False),
+        # A text may be of any length, an expression may not.
+        ("x" * 200, "x" * 200, True), ("x" * 200, "y", False), ("y", "x" * 200, False),
+    ),
+)  # fmt: skip
+def test_numbers_and_texts_are_compared_exactly(answer, right, same, compared):
+    assert answers.same_answer(answer, right) is same
+    assert compared == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "same"),
+    (
+        ("x+1", "1+x", True), ("x+1", "x-1", False), (r"\frac{3}{4}", "3/4", True),
+        (r"\sqrt{2}/2", r"\frac{\sqrt{2}}{2}", True), (r"\$18", "18", True), ("3 + 2 = 5", 5, True),
+        ("3 + 2 = 6", 5, False), (r"\sqrt{", "2", False), ("7 apples and 8", "7", False),
+    ),
+)  # fmt: skip
+def test_expressions_are_math_verify_s(answer, right, same):
+    assert answers.same_answer(answer, right) is same
+    assert answers.is_correct(f"<answer>{answer}</answer>", right) is same
+
+
+@pytest.mark.parametrize("right", (8.5, 8.0, True, None, ["8"]))
+def test_a_right_answer_is_text_or_a_whole_number(right):
+    with pytest.raises(TypeError, match=r"answer: expected text or a whole number; got .*as text"):
+        answers.same_answer("8", right)
+
+
+# The process of math-verify
+
+HARD = r"\binom{10^9}{5\cdot 10^8}"
+
+
+@pytest.fixture
+def worker():
+    found = MathVerify(0.3)
+    yield found
+    found.close()
+
+
+def in_thread(work):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("where", (lambda work: work(), in_thread))
+def test_a_comparison_without_an_end_is_counted(where, worker):
+    def work():
+        pairs = ((r"\frac{3}{4}", r"\dfrac{6}{8}"), (HARD, "7"), ("2x", "x+x"))
+        return [worker.equal(*pair) for pair in pairs]
+
+    assert where(work) == [True, False, True] and worker.timed_out == 1
+
+
+@pytest.mark.parametrize("before", (signal.SIG_IGN, signal.SIG_DFL))
+def test_signals_of_the_caller_change_nothing(before, worker):
+    """The worker's timer ends it, also where its parent ignores or blocks the signal."""
+    handler = signal.signal(signal.SIGPROF, before)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1000)
+        assert worker.equal("x+1", "1+x") and not worker.equal(HARD, "7")
+        assert worker.timed_out == 1 and signal.getsignal(signal.SIGPROF) == before
+        assert signal.setitimer(signal.ITIMER_REAL, 0)[0] > 500
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGPROF, handler)
+
+
+def test_a_caller_that_is_interrupted_gets_no_reply_of_before(worker, monkeypatch):
+    assert worker.equal("x+1", "1+x")
+    exchange = expressions._exchange
+
+    def interrupted(process, line=""):
+        if not line:
+            return exchange(process)
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(expressions, "_exchange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.equal("x+1", "1+x")
+    assert not worker.equal("x", "y") and worker.equal("2x", "x+x") and worker.timed_out == 0
+
+
+def test_a_worker_that_was_killed_is_replaced(worker):
+    assert worker.equal("x+1", "1+x")
+    os.kill(worker._process.pid, signal.SIGKILL)
+    assert not worker.equal("x+1", "1+x") and worker.timed_out == 1
+    assert worker.equal("x+1", "1+x")
+
+
+def test_a_forked_process_asks_a_worker_of_its_own():
+    assert expressions.same_expression("x+1", "1+x")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            mine = expressions._math_verify()
+            os.write(writer, b"yes" if mine._process is None and mine.equal("2x", "x+x") else b"no")
+        os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 9) == b"yes"
+    os.waitpid(child, 0)
+    assert expressions._math_verify().equal("2y", "y+y")
+
+
+def test_a_worker_ends_with_its_parent(worker):
+    assert worker.equal("x+1", "1+x")
+    process = worker._process
+    process.stdin.close()  # as the end of a process closes it
+    assert process.wait(timeout=10) == 0
+    process.stdout.close()
+    worker._process = None
+
+
+def test_without_math_verify_numbers_are_compared(monkeypatch, worker):
+    monkeypatch.setattr(expressions, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"no numbers need math-verify: pip install"):
+        worker.equal("x+1", "1+x")
+    assert answers.same_answer("12.0", "12")
