@@ -13,8 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .config import TrainingConfig
-from .kinds import imported
+from .config import TrainingConfig, imported
 
 Problem = Mapping[str, Any]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from . import ranks
 from .bounded import Late, TimedOut, at_most
+from .config import imported
 from .data import applies
 from .interruptions import StepError
-from .kinds import imported
 from .rewards import REWARDS, Reward
 
 

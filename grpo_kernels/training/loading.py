@@ -186,9 +186,8 @@ def prepared(
     check_logits(policy.model, torch.tensor([prompt], dtype=torch.int64))
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        trained, lr=config.learning_rate, betas=(0.9, config.adam_beta2),
-        weight_decay=config.weight_decay,
-    )  # fmt: skip
+        trained, lr=config.learning_rate, weight_decay=config.weight_decay
+    )
     if ranks.sharding(accelerator) == "DEEPSPEED":
         ranks.configure_deepspeed(accelerator, config)
     policy, optimizer = accelerator.prepare(policy, optimizer)
