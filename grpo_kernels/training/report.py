@@ -38,9 +38,12 @@ _CURVES = {
 }
 
 
-def text_of(prompt: str | Sequence[Mapping[str, str]]) -> str:
-    """Returns what was asked: a text, or a chat's last message."""
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """Returns the text of a prompt, or of a chat's last message, whose content may have parts."""
+    content = prompt if isinstance(prompt, str) else prompt[-1].get("content")
+    if content is None or isinstance(content, str):  # none beside a call of a tool
+        return content or ""
+    return "".join(str(part.get("text") or "") for part in content)
 
 
 def summary(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
