@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints, overload
 
@@ -15,7 +15,7 @@ from ruamel.yaml import YAML, YAMLError
 
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSS_TYPES, flat_fields
-from .config import TrainingConfig
+from .config import TrainingConfig, defaults_of
 
 _Config = TypeVar("_Config", bound=TrainingConfig)
 # Titles in `--help`, by the first option under each in `TrainingConfig`.
@@ -124,7 +124,9 @@ def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentPar
     usage = "%(prog)s [FILE.yaml] [--OPTION VALUE ...]"
     parser = _Parser(usage=usage, parser_mode="yaml_1.2", allow_abbrev=False)
     parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of options.")
-    hints, titles = get_type_hints(kind), _titles(kind)
+    hints, titles, values = get_type_hints(kind), _titles(kind), defaults_of(kind) | defaults
+    if unknown := sorted(set(values) - set(hints)):
+        raise TypeError(f"parse_config: expected options of {kind.__name__}; got {unknown}")
     helps = {
         entry.arg_name: " ".join(str(entry.description).split())
         for base in reversed(kind.__mro__[:-1])
@@ -134,9 +136,6 @@ def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentPar
     groups = {x: parser.add_argument_group(x) for x in order if x in titles.values()}
     for option in fields(kind):
         name, hint = option.name, hints[option.name]
-        default = option.default
-        if option.default_factory is not MISSING:
-            default = option.default_factory()
         more: dict[str, Any] = {"type": hint}
         if hint is bool:
             more = {"action": ActionYesNo(yes_prefix="", no_prefix="no_")}
@@ -145,10 +144,8 @@ def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentPar
         elif get_origin(hint) is not Literal:
             more["metavar"] = "X"
         groups[titles[name]].add_argument(
-            f"--{name}", default=defaults.pop(name, default), help=helps[name], **more
+            f"--{name}", default=values[name], help=helps[name], **more
         )
-    if defaults:
-        raise TypeError(f"parse_config: expected options of {kind.__name__}; got {[*defaults]}")
     return parser
 
 

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -251,10 +251,12 @@ class TrainingConfig(GRPOLossConfig):
 
     def as_json(self) -> dict[str, Any]:
         """The options by name, as JSON takes them."""
-        options = {f.name: getattr(self, f.name) for f in fields(self)}
-        # As they are read again: a tuple is a list.
-        as_read: dict[str, Any] = json.loads(json.dumps(options, default=_told))
-        return as_read
+        return _through_json({option.name: getattr(self, option.name) for option in fields(self)})
+
+    @classmethod
+    def default_json(cls) -> dict[str, Any]:
+        """The defaults of the options by name, as JSON takes them."""
+        return _through_json(defaults_of(cls))
 
     @property
     def folder(self) -> Path:
@@ -386,7 +388,18 @@ FROM_SCRATCH: dict[str, Any] = {
     "last_answer": True,
     "rewards": ["correctness", "format"],
 }
-DEFAULTS: dict[str, Any] = {option.name: option.default for option in fields(TrainingConfig)}
+
+
+def defaults_of(kind: type[TrainingConfig]) -> dict[str, Any]:
+    """The defaults of options, by name."""
+    return {
+        option.name: option.default if option.default_factory is MISSING
+        else option.default_factory()
+        for option in fields(kind)
+    }  # fmt: skip
+
+
+DEFAULTS = defaults_of(TrainingConfig)
 
 
 def imported(option: str, name: str) -> Callable[..., Any]:
@@ -405,6 +418,12 @@ def imported(option: str, name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{option}: expected a function; got {name} = {found!r}")
     return found
+
+
+def _through_json(options: dict[str, Any]) -> dict[str, Any]:
+    """The options as JSON has them when they are read again: a tuple is a list."""
+    as_read: dict[str, Any] = json.loads(json.dumps(options, default=_told))
+    return as_read
 
 
 def _told(value: Any) -> str:

@@ -123,12 +123,18 @@ def set_pad_token(tokenizer: Any, model: Any) -> None:
 
 
 def check_folder(config: TrainingConfig) -> None:
-    """Refuses a folder with checkpoints, unless their run is to go on."""
-    if not config.resume and checkpoint.latest(config.folder) is not None:
+    """Refuses a folder with a trained run in it, unless that run is to go on."""
+    folder, log = config.folder, config.folder / "metrics.jsonl"
+    begun, finished = checkpoint.latest(folder) is not None, (folder / "model").exists()
+    if config.resume and finished and not begun:
         raise FileExistsError(
-            f"name: expected one without checkpoints, which a new run would replace; "
-            f"{config.folder / 'checkpoints'} has some. Give resume, another name, or delete "
-            f"{config.folder}"
+            f"resume: the run in {folder} is finished and has no checkpoint to go on from. Pass "
+            "another name, or delete the folder"
+        )
+    if not config.resume and (begun or finished or (log.exists() and log.stat().st_size)):
+        raise FileExistsError(
+            f"name={config.name!r} is taken: {folder} has a run in it, which a new one would "
+            "replace. Pass resume to go on with it, another name, or delete the folder"
         )
 
 
