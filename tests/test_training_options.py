@@ -195,6 +195,17 @@ def test_an_option_in_a_file_gets_what_is_written(line, name, value, tmp_path):
     assert found == value and type(found) is type(value)
 
 
+def test_a_run_has_a_file_of_its_options(tmp_path):
+    config = Own(
+        model="m", loss_type="sapo", loss_options={"temperature_neg": 1.3}, stop=["no", "1"],
+        trackers=["wandb"], eval_max_completion_length=5, chat=True, beta=1e-3, some=[2],
+        table={"a": 1}, save_model=False, is_correction="token_mask", is_clip_min=0.5,
+    )  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.as_json(), indent=1))
+    assert parse_config([str(path)], kind=Own) == config
+
+
 def test_flags_are_texts_where_the_option_is_one():
     config = parse_config(["--model", "m", "--revision", "0123456", "--stop", "no", "007"])
     assert (config.revision, config.stop) == ("0123456", ["no", "007"])

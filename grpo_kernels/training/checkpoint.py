@@ -198,10 +198,8 @@ def state_of(path: Path) -> dict[str, Any]:
     return state
 
 
-def check_same(
-    state: Mapping[str, Any], config: TrainingConfig, processes: int, given: Mapping[str, str]
-) -> None:
-    """Refuses to go on with options, problems or weights other than the checkpoint's.
+def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
+    """Refuses to go on with other options than the checkpoint's.
 
     An option that the checkpoint's version did not have yet was at its default.
 
@@ -218,6 +216,14 @@ def check_same(
             f"steps: expected {before['steps']}, on which schedule = {config.schedule!r} "
             f"depends; got {config.steps}"
         )
+
+
+def check_same(state: Mapping[str, Any], processes: int, given: Mapping[str, str]) -> None:
+    """Refuses to go on with other problems, weights or processes than the checkpoint's.
+
+    Raises:
+        ValueError: names each that has changed, with both values.
+    """
     if state["processes"] != processes:
         raise ValueError(
             f"resume: expected {state['processes']} processes, as the checkpoint has; "

@@ -84,7 +84,8 @@ def parse_config(
 ) -> TrainingConfig:  # fmt: skip
     """Reads options from flags, or from one YAML file and flags that override it.
 
-    Exits with the reason on standard error, as `argparse` does.
+    A run's `config.json` is such a file, too. Exits with the reason on standard error, as
+    `argparse` does.
 
     Args:
         argv: flags, after the YAML file if there is one; None: those of the process.
@@ -96,7 +97,7 @@ def parse_config(
         re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), text)
         for text in (sys.argv[1:] if argv is None else argv)
     ]
-    if flags and flags[0].endswith((".yaml", ".yml")):
+    if flags and flags[0].endswith((".yaml", ".yml", ".json")):
         flags.insert(0, "--config")
     options = parser.parse_args(flags).as_dict()
     try:

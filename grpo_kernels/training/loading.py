@@ -29,7 +29,8 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
         FileExistsError: the run's folder has another run in it; nothing is loaded then.
         ImportError: vLLM is to sample in this process, and is not installed; likewise.
         OSError: there is no such model, or the hub was not reached.
-        ValueError: an option of vLLM that this host does not have; likewise.
+        ValueError: the run that is to go on had other options, or vLLM has none of an option on
+            this host; likewise.
     """
     check_folder(config)
     check_host(config, on_cpu=not torch.accelerator.is_available())
@@ -123,9 +124,11 @@ def set_pad_token(tokenizer: Any, model: Any) -> None:
 
 
 def check_folder(config: TrainingConfig) -> None:
-    """Refuses a folder with a trained run in it, unless that run is to go on."""
+    """Refuses a folder with a trained run in it, unless that run is to go on with its options."""
     folder, log = config.folder, config.folder / "metrics.jsonl"
-    begun, finished = checkpoint.latest(folder) is not None, (folder / "model").exists()
+    begun, finished = checkpoint.latest(folder), (folder / "model").exists()
+    if config.resume and begun:
+        checkpoint.check_options(checkpoint.state_of(begun), config)
     if config.resume and finished and not begun:
         raise FileExistsError(
             f"resume: the run in {folder} is finished and has no checkpoint to go on from. Pass "

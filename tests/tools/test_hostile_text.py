@@ -121,7 +121,8 @@ def read_log(text, folder):
 def read_state(text, folder):
     """A checkpoint's: of other options, or of none."""
     given = checkpoint.state_of(written(text, folder / "state.json").parent)
-    checkpoint.check_same(given, TrainingConfig(model="m"), 1, {})
+    checkpoint.check_options(given, TrainingConfig(model="m"))
+    checkpoint.check_same(given, 1, {})
 
 
 # What reads texts, and some that it reads as a rule.
