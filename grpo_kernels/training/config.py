@@ -43,17 +43,17 @@ class TrainingConfig(GRPOLossConfig):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the weights: fp32 or bf16."""
     precision: Literal["auto", "no", "bf16"] = "auto"
-    """Precision of GEMMs: bf16 (autocast), no, or auto: bf16 on a GPU that has it."""
+    """Autocast of GEMMs: bf16, no, or auto (bf16 on a GPU that has it)."""
     trainable: str | None = None
-    """Regular expression that names of trained parameters match; none: all are trained."""
+    """Regular expression: parameters whose names match are trained; none: all are."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward; prompts are then not shared."""
     lora_rank: int = 0
-    """Rank of LoRA adapters, which alone are then trained; 0: none."""
+    """Rank of LoRA adapters, which alone are then trained; 0: no adapters."""
     lora_alpha: int = 32
-    """Adapters are scaled by lora_alpha / lora_rank."""
+    """Scale of the adapters: lora_alpha / lora_rank."""
     lora_target: str = "all-linear"
-    """Modules that get adapters: a regular expression, or all-linear."""
+    """Modules with adapters: a regular expression, or all-linear."""
 
     # Data and rewards
     dataset: str = ""
@@ -63,20 +63,20 @@ class TrainingConfig(GRPOLossConfig):
     train_size: int = 1000
     """Problems to train on, at most; 0: all."""
     eval_dataset: str = ""
-    """Held-out problems of a dataset of their own, named as dataset is; none: of that."""
+    """Separate dataset for evaluation, named like dataset; empty: hold out part of dataset."""
     eval_size: int = 64
-    """Held-out problems, at most; 0: no evaluation (of training.evaluate: all)."""
+    """Held-out problems, at most; 0: no evaluation (in training.evaluate: all)."""
     eval_max_completion_length: int | None = None
     """Tokens in a completion of an evaluation, at most; none: max_completion_length."""
     eval_temperature: float = 0.0
-    """Divisor of the logits in evaluations; 0: the likeliest tokens."""
+    """Sampling temperature of evaluations; 0: greedy."""
     chat: bool = False
-    """Put prompts into the tokenizer's chat template."""
+    """Apply the tokenizer's chat template to prompts."""
     system_prompt: str = ""
-    """Comes before every prompt that is made of a question: a chat's system message, else text."""
+    """Text before every question: a chat's system message, else part of the prompt."""
     prompt_template: str = ""
-    """A question's prompt, with {question} in it; none: an instruction, and an example outside of
-    chats."""
+    """Prompt of a question, with {question} in it; empty: an instruction, and an example unless
+    chat is on."""
     think_tag: str = "think"
     """Name of the tags around the reasoning: think, or reasoning."""
     last_answer: bool = False
@@ -85,45 +85,45 @@ class TrainingConfig(GRPOLossConfig):
     """Prompt, tags and rewards of "GRPO from scratch" (docs/training.md), where they are left at
     their defaults."""
     max_prompt_length: int = 512
-    """Tokens; problems with a longer prompt are left out."""
+    """Tokens in a prompt, at most; problems with a longer prompt are left out."""
     rewards: list[str] = field(default_factory=lambda: ["answer", "format"])
     """Reward functions: answer, format, correctness, math_equal, or module:function."""
     reward_weights: list[float] = field(default_factory=list)
-    """One per reward function; none: 1 each."""
+    """Weight of each reward function; empty: 1 each."""
     reward_timeout: float = 0.0
     """Seconds that a reward function, and is_correct, may take for the completions of a step; 0:
     any time."""
 
     # Sampling
     steps: int = 100
-    """Rollouts."""
+    """Training steps; each samples a rollout and trains on it."""
     prompts_per_step: int = 4
     """Prompts in a rollout, over all processes."""
     num_generations: int = 8
-    """Completions per prompt, which advantages compare."""
+    """Completions per prompt: the group within which advantages are computed."""
     max_completion_length: int = 256
     """Tokens in a completion, at most."""
     temperature: float = 1.0
-    """Divisor of the logits, > 0, when completions are sampled and trained on."""
+    """Sampling temperature, > 0; the loss divides the logits by it as well."""
     top_k: int = 0
-    """Sample from the k likeliest tokens only; 0: from all."""
+    """Sample from the k most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that add up to this probability."""
+    """Sample from the most likely tokens whose probabilities add up to this."""
     min_p: float = 0.0
-    """Sample from tokens with this share of the likeliest one's probability, at least."""
+    """Sample from tokens with at least this share of the highest probability."""
     replay_support: bool = True
-    """Train the policy that sampled: with top_k, top_p or min_p, log-probs and loss are over the
-    tokens that these left; off: over the whole softmax, which is not what sampled."""
+    """With top_k, top_p or min_p, train the truncated distribution that was sampled from; off: the
+    full softmax."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a completion, which keeps them."""
+    """Strings that end a completion, and are part of it."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut at max_completion_length out of the loss."""
     rollout: Literal["generate", "vllm"] = "generate"
     """Sampler: generate, or vllm."""
     vllm_gpu_memory_utilization: float = 0.3
-    """Share of each GPU's memory that vLLM fills, weights included."""
+    """Share of each GPU's memory for vLLM, weights included."""
     vllm_enable_sleep_mode: bool = False
-    """vLLM gives the GPU's memory back while weights are trained."""
+    """Free vLLM's GPU memory while weights are trained."""
 
     # Loss
     loss_type: str | Callable[[Any], Any] = "dapo"
@@ -132,32 +132,33 @@ class TrainingConfig(GRPOLossConfig):
     loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of the class of the loss: in YAML a mapping, as flags --loss_options.NAME VALUE."""
     ref_model: str | None = None
-    """Hub name or folder of the reference; none: the model at the start, or without adapters."""
+    """Reference of the KL: hub name or folder; none: the model before training, with LoRA the model
+    without adapters."""
     sync_ref_every: int = 0
-    """Steps after which the reference follows the policy (TRL's ref_model_sync_steps); 0: never."""
+    """Steps after which the reference is updated to the policy; 0: never."""
     ref_mixup_alpha: float = 1.0
-    """Share of the way that it follows (TRL's default: 0.6); 1: it becomes the policy."""
+    """Weight of the policy in that update (TRL's default: 0.6); 1: the reference becomes the
+    policy."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide advantages by the standard deviation of the group, of the batch, or none."""
+    """Divide advantages by the standard deviation of the group or of the batch, or not at all."""
     logits_dtype: Literal["fp32", "model"] = "fp32"
-    """Logits stay in float32 (fp32), or are rounded to the model's dtype (model), as by a sampler
-    whose head does so; the first step warns where the two differ."""
+    """Dtype of logits: fp32, or model (rounded to the model's dtype, as some samplers do); the
+    first step warns if the other one fits the sampler better."""
     batch_invariant: bool = False
-    """The head makes the same log-prob of the same state, to the bit, whatever else is in the
-    micro-batch."""
+    """Make log-probs independent, to the bit, of the other rows of a micro-batch."""
 
     # Updates
     epochs_per_rollout: int = 1
-    """Times that each rollout is trained on."""
+    """Passes over each rollout."""
     minibatches: int = 1
-    """Optimizer steps per epoch."""
+    """Optimizer steps per pass."""
     micro_batch_size: int = 16
     """Completions in a forward and backward, per process; changes memory, not gradients."""
     share_prompts: bool = True
     """Encode the prompt of a group once, where the model's cache allows it."""
     skip_untrained: bool = True
-    """Leave out completions without gradient (groups of equal rewards, where beta and entropy_coef
-    are 0); metrics are over the others."""
+    """Skip completions without gradient (groups of equal rewards, if beta and entropy_coef are 0);
+    metrics leave them out as well."""
     learning_rate: float = 1e-6
     """Learning rate of AdamW."""
     weight_decay: float = 0.0
@@ -167,27 +168,27 @@ class TrainingConfig(GRPOLossConfig):
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises from 0."""
     max_grad_norm: float = 1.0
-    """Scale larger gradients down to this norm."""
+    """Clip gradients to this norm."""
 
     # Logs and checkpoints
     name: str = "grpo"
-    """Name of the run and of its folder."""
+    """Name of the run, and of its folder in output."""
     output: str = "runs"
-    """Folder that runs are kept in."""
+    """Folder of all runs."""
     eval_every: int = 0
     """Steps between evaluations; 0: only before and after."""
     show_every: int = 10
     """Steps between printed completions."""
     save_every: int = 0
-    """Steps between checkpoints; 0: only at the end and at the best evaluation; -1: none."""
+    """Steps between checkpoints; 0: only at the end and after the best evaluation; -1: never."""
     save_model: bool = True
     """Write the trained model into the run's folder at the end."""
     resume: bool = False
-    """Go on from the run's last checkpoint, if there is one."""
+    """Continue from the run's last checkpoint, if there is one."""
     trackers: list[str] = field(default_factory=list)
     """Trackers of accelerate: tensorboard, wandb, trackio, ..."""
     seed: int = 0
-    """Seed of everything that is drawn."""
+    """Seed of all random numbers."""
 
     def __post_init__(self) -> None:
         of_loss = {*GRPOLossConfig.__dataclass_fields__} - {"max_completion_length"}
@@ -206,7 +207,7 @@ class TrainingConfig(GRPOLossConfig):
                 if getattr(self, name) == getattr(plain, name):
                     object.__setattr__(self, name, value)
         self._check_values()
-        self.loss_config()  # its own checks
+        self.loss_config()  # which checks the options of the loss
         self._check_used()
         self._check_together()
 
@@ -231,14 +232,14 @@ class TrainingConfig(GRPOLossConfig):
                 f"loss_options: expected some of {', '.join(known) or 'none'}, as "
                 f"{kind.__name__} has them; got {', '.join(sorted(set(options) - set(known)))}"
             )
-        found = kind(**{**preset, **options})
-        if not isinstance(found, Loss):
+        loss = kind(**{**preset, **options})
+        if not isinstance(loss, Loss):
             raise ValueError(f"loss_type: expected a subclass of Loss; got {name} = {kind!r}")
-        return found
+        return loss
 
     def loss_config(self) -> GRPOLossConfig:
         """The config of the loss alone."""
-        options = {its.name: getattr(self, its.name) for its in fields(GRPOLossConfig)}
+        options = {option.name: getattr(self, option.name) for option in fields(GRPOLossConfig)}
         if isinstance(self.loss_type, str) and (":" in self.loss_type or self.loss_options):
             options["loss_type"] = self.loss
         if self.effective_aggregation != "dr_grpo":
@@ -408,26 +409,26 @@ def imported(option: str, name: str) -> Callable[..., Any]:
     Raises:
         ValueError: there is no such module, or no such function in it.
     """
-    module, _, function = name.partition(":")
+    module, _, attribute = name.partition(":")
     if "" not in sys.path:
         sys.path.append("")  # as `python -m` has it, not a script
     try:
-        found = getattr(importlib.import_module(module), function)
+        function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{option}: expected module:function; got {name!r} ({error})") from error
-    if not callable(found):
-        raise ValueError(f"{option}: expected a function; got {name} = {found!r}")
-    return found
+    if not callable(function):
+        raise ValueError(f"{option}: expected a function; got {name} = {function!r}")
+    return function
 
 
 def _through_json(options: dict[str, Any]) -> dict[str, Any]:
     """The options as JSON has them when they are read again: a tuple is a list."""
-    as_read: dict[str, Any] = json.loads(json.dumps(options, default=_told))
+    as_read: dict[str, Any] = json.loads(json.dumps(options, default=_as_text))
     return as_read
 
 
-def _told(value: Any) -> str:
-    """The text of what JSON does not have, without an address, which changes from run to run."""
+def _as_text(value: Any) -> str:
+    """The text of a value that JSON does not have, without addresses, which no two runs share."""
     text = str(value) if isinstance(value, Path) else repr(value)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 

@@ -271,14 +271,14 @@ def _splits(name: str) -> Mapping[str, _Rows]:
     name, _, revision = name.partition("@")
     name, _, part = name.partition(":")
     try:
-        found = datasets.load_dataset(name, part or None, revision=revision or None)
+        loaded = datasets.load_dataset(name, part or None, revision=revision or None)
     except Exception as error:  # the hub, the cache and the network each raise their own
         raise ConnectionError(
             f"dataset: {name} was neither cached nor downloaded: {why_not_downloaded(error)}. "
             "Without the hub: a .jsonl or .parquet file, or module:function"
         ) from error
 
-    return {split: _numbered(found[split], f"split {split} of {name}") for split in found}
+    return {split: _numbered(loaded[split], f"split {split} of {name}") for split in loaded}
 
 
 def _numbered(rows: Iterable[Mapping[str, Any]], name: str) -> _Rows:
