@@ -41,6 +41,12 @@ def chain_sum(config):
     return problems.of_reasoning_gym("chain_sum", config)
 
 
+def test_no_dataset_is_asked_for():
+    for load in (load_problems, data.load_to_answer):
+        with pytest.raises(ValueError, match="dataset: expected a name on the hub, a file, or"):
+            load(config_of())
+
+
 @pytest.mark.parametrize("name", ("examples.problems:nothing", "no.such:thing", "json:__doc__"))
 def test_what_cannot_be_imported(name):
     with pytest.raises(ValueError, match=r"rewards: expected (module:function|a function); got"):

@@ -13,6 +13,7 @@ import pytest
 
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.training import TrainingConfig, command_line, load_model, parse_config
+from grpo_kernels.training import __main__ as training_command
 from grpo_kernels.training.config import DEFAULTS
 from grpo_kernels.training.loading import check_host, check_rollout
 from grpo_kernels.training.ranks import make_accelerator
@@ -268,6 +269,14 @@ def test_every_option_is_explained_in_its_group(capsys):
     for name in Own.__dataclass_fields__:
         explained = re.search(rf"--{name}\b[^-]*?(--no_{name} )?(\S.*?)\(type:", words)
         assert explained and len(explained[2].split()) >= 2, name
+
+
+@pytest.mark.usefixtures("real_memory", "curves")
+def test_the_command_trains_from_a_file(tiny_model, tmp_path):
+    options = trainer_runs.config_of(tiny_model, tmp_path, steps=1, rewards=["answer"]).as_json()
+    (tmp_path / "run.yaml").write_text(json.dumps(options))
+    folder = training_command.main([str(tmp_path / "run.yaml"), "--name", "other"])
+    assert folder == tmp_path / "other" and len(trainer_runs.rows_of(folder)) == 1
 
 
 # vLLM

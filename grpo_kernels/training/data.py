@@ -256,6 +256,8 @@ def _of_function(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
 
 def _splits(name: str) -> Mapping[str, _Rows]:
     """The rows of a dataset by split; those of a file have no split's name, but ""."""
+    if not name:
+        raise ValueError("dataset: expected a name on the hub, a file, or module:function; got ''")
     if Path(name).suffix == ".jsonl":
         return {"": _lines(_file(name))}
     import datasets
