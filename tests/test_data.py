@@ -285,6 +285,7 @@ def test_a_prompt_is_to_be_gone_on_from(tokenizer):
         return tokenizer.decode(data.PromptEncoder(tokenizer, chat=chat)({"prompt": prompt}))
 
     assert seen("2 + 3?") == f"{tokenizer.begins}2 + 3?"
+    assert seen("") == tokenizer.begins
     assert seen("no end<eos>") == f"{tokenizer.begins}no end<eos>"
     asked = "<bos>[user]2 + 3?[end][assistant]"
     assert seen([USER]) == seen("2 + 3?", chat=True) == asked
