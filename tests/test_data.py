@@ -7,10 +7,12 @@ from decimal import Decimal
 
 import numpy
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from examples import problems
-from grpo_kernels.training import TrainingConfig, answers, data, load_problems, rewards
+from grpo_kernels.training import TrainingConfig, answers, data, load_problems, report, rewards
 from grpo_kernels.training.run import place_of
+from tests.helpers.tiny_models import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -38,6 +40,12 @@ def question_of(problem):
 
 def chain_sum(config):
     return problems.of_reasoning_gym("chain_sum", config)
+
+
+def test_no_dataset_is_asked_for():
+    for load in (load_problems, data.load_to_answer):
+        with pytest.raises(ValueError, match="dataset: expected a name on the hub, a file, or"):
+            load(config_of())
 
 
 @pytest.mark.parametrize("name", ("examples.problems:nothing", "no.such:thing", "json:__doc__"))
@@ -198,6 +206,23 @@ def test_splits_go_by_their_names(splits, train, held_out, answered, tmp_path):
     assert {question_of(p).split()[0] for p in some} == {answered}
 
 
+def test_problems_that_are_held_out_are_not_trained_on(tmp_path, caplog):
+    rows = [{"question": f"{i}?", "answer": str(i)} for i in range(10)]
+    in_lines(tmp_path / "train.jsonl", *rows)
+    in_lines(tmp_path / "test.jsonl", *rows[:4])
+    # Those of the split that this run does not answer, too.
+    train, held_out = load_problems(config_of(dataset=str(tmp_path), eval_size=2))
+    assert [p["answer"] for p in train] == list("456789")
+    assert [p["answer"] for p in held_out] == ["0", "1"]
+    assert "4 of 10 problems to train on are left out" in caplog.text
+    files = {"dataset": str(tmp_path / "train.jsonl"), "eval_dataset": str(tmp_path / "test.jsonl")}
+    train, held_out = load_problems(config_of(**files, eval_size=2))
+    assert sorted(p["answer"] for p in train) == list("456789") and len(held_out) == 2
+    files["dataset"] = files["eval_dataset"]
+    with pytest.raises(ValueError, match="expected at least one problem to train on; got none in"):
+        load_problems(config_of(**files))
+
+
 def test_held_out_problems_of_a_file_of_their_own(tmp_path):
     for name, count in (("train", 30), ("test", 7)):
         rows = ({"question": f"{name} {i}", "answer": str(i)} for i in range(count))
@@ -233,6 +258,54 @@ def test_every_problem_once_an_epoch():
 
 
 # Prompts
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+USER = {"role": "user", "content": "2 + 3?"}
+
+
+@pytest.fixture(params=("$A", "<bos> $A", "$A <eos>", "<bos> $A <eos>"))
+def tokenizer(request):
+    """A tokenizer that puts these around a text."""
+    found = make_tokenizer()
+    found.add_special_tokens({"bos_token": "<bos>"})
+    ids = [("<bos>", found.bos_token_id), ("<eos>", found.eos_token_id)]
+    found.backend_tokenizer.post_processor = TemplateProcessing(
+        single=request.param, special_tokens=ids
+    )
+    found.chat_template, found.begins = CHAT, "<bos>" * ("<bos>" in request.param)
+    return found
+
+
+def test_a_prompt_is_to_be_gone_on_from(tokenizer):
+    def seen(prompt, chat=False):
+        return tokenizer.decode(data.PromptEncoder(tokenizer, chat=chat)({"prompt": prompt}))
+
+    assert seen("2 + 3?") == f"{tokenizer.begins}2 + 3?"
+    assert seen("") == tokenizer.begins
+    assert seen("no end<eos>") == f"{tokenizer.begins}no end<eos>"
+    asked = "<bos>[user]2 + 3?[end][assistant]"
+    assert seen([USER]) == seen("2 + 3?", chat=True) == asked
+    rendered = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    assert seen(rendered) == asked
+    begun = [USER, {"role": "assistant", "content": "<think>Two plus"}]
+    assert seen(begun) == f"{asked}<think>Two plus"
+    assert seen([*begun, USER]) == f"{asked}<think>Two plus[end][user]2 + 3?[end][assistant]"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    (
+        ("2 + 3?", "2 + 3?"),
+        ([{"type": "text", "text": "2 + "}, {"type": "text", "text": "3?"}], "2 + 3?"),
+        ([{"type": "image", "text": None}, {"type": "text", "text": "?"}], "?"),
+        (None, ""),
+    ),
+)
+def test_a_message_has_a_text_parts_or_nothing(content, text):
+    assert report.text_of([USER, {"role": "user", "content": content}]) == text
 
 
 def prompt(**options):

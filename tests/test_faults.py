@@ -244,22 +244,51 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path)
     trainer_of(config).train()
     for begin in (trainer_of, lambda config: load_model(replace(config, model="not there"))):
-        with pytest.raises(FileExistsError, match="name: expected one without checkpoints"):
+        with pytest.raises(FileExistsError, match=r"name='t' is taken: .* has a run in it"):
             begin(config)
     assert config.unused().name == "t-2"
     before = (config.folder / "config.json").read_text()
-    with pytest.raises(ValueError, match="trainable: was None, is 'layers'"):
-        trainer_of(replace(config, resume=True, trainable="layers", steps=3)).train()
+    changed = replace(config, resume=True, trainable="layers", model="not there")
+    with pytest.raises(ValueError, match=r"model: was .*; trainable: was None, is 'layers'"):
+        load_model(changed)
     assert (config.folder / "config.json").read_text() == before
     trainer_of(replace(config, resume=True, steps=3)).train()
     assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
-    options = {"steps": 3, "schedule": "linear"}
-    state = {"config": options, "processes": 1, "given": {}}
-    checkpoint.check_same(state, options, 1, {})
+    config = replace(config, steps=3, schedule="linear")
+    state = {"config": config.as_json(), "processes": 1, "given": {}}
+    checkpoint.check_options(state, config)
     with pytest.raises(ValueError, match="steps: expected 3, on which schedule = 'linear'"):
-        checkpoint.check_same(state, {**options, "steps": 4}, 1, {})
+        checkpoint.check_options(state, replace(config, steps=4))
     with pytest.raises(ValueError, match=r"resume: expected 1 processes, .*; got 2"):
-        checkpoint.check_same(state, options, 2, {})
+        checkpoint.check_same(state, 2, {})
+
+
+@pytest.mark.parametrize("trained", ({"save_model": True}, {"steps": 1}))
+def test_a_run_without_checkpoints_is_not_replaced(trained, tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, save_every=-1, **trained)
+    before = sorted(trainer_of(config).train().rglob("*"))
+    with pytest.raises(FileExistsError, match=r"name='t' is taken: .* has a run in it"):
+        trainer_of(config)
+    again = replace(config, resume=True)
+    if config.save_model:
+        with pytest.raises(FileExistsError, match=r"resume: the run in .* is finished"):
+            trainer_of(again)
+        assert sorted(config.folder.rglob("*")) == before
+    else:  # it may have been killed before its first checkpoint
+        trainer_of(again).train()
+        assert len(rows_of(config.folder)) == 1
+
+
+def test_an_option_that_a_checkpoint_does_not_know_was_at_its_default():
+    config = config_of("m", "runs")
+    before = config.as_json()
+    for name in ("loss_options", "min_p", "trackers", "chat"):
+        del before[name]
+    state = {"config": {**before, "an_option_that_is_gone": 1}}
+    checkpoint.check_options(state, config)
+    for name, value in (("min_p", 0.1), ("loss_options", {"epsilon": 0.1}), ("chat", True)):
+        with pytest.raises(ValueError, match=f"got others: {name}: was .*, is .*{value}"):
+            checkpoint.check_options(state, replace(config, **{name: value}))
 
 
 def sums(count, tags=(0, 8)):
@@ -297,11 +326,11 @@ def digests_of(folder, train=SUMS[:6], held_out=SUMS[6:], factor=1.0, buffer=1.0
 )
 def test_what_a_run_is_given_is_known_again(change, names, tiny_model):
     was, found = digests_of(tiny_model), digests_of(tiny_model, **change)
-    state = {"config": {"schedule": "constant"}, "processes": 1, "given": was}
+    state = {"processes": 1, "given": was}
     told = [f"{name}: was .*sha256 [0-9a-f]{{12}}, is .*sha256 [0-9a-f]{{12}}" for name in names]
     message = f"expected the problems and the model .*; got others: {'; '.join(told)}$"
     with pytest.raises(ValueError, match=message) if names else contextlib.nullcontext():
-        checkpoint.check_same(state, state["config"], 1, found)
+        checkpoint.check_same(state, 1, found)
 
 
 @pytest.mark.parametrize(

@@ -398,7 +398,7 @@ def test_sequences_need_cu_seqlens():
 def test_a_loss_by_its_name_is_that_of_its_instance(tiny_model, tmp_path):
     path = __name__
     named = config_of(
-        tiny_model, tmp_path / "named", steps=2, loss_type=f"{path}:Dro", loss_options={"tau": "2"}
+        tiny_model, tmp_path / "named", steps=2, loss_type=f"{path}:Dro", loss_options={"tau": 2}
     )
     instance = config_of(tiny_model, tmp_path / "instance", steps=2, loss_type=Dro(tau=2))
     rows, expected = (rows_of(trainer_of(config).train()) for config in (named, instance))
@@ -418,7 +418,7 @@ def test_a_loss_comes_from_a_file_of_options(tmp_path, tiny_model):
     path = tmp_path / "run.yaml"
     path.write_text(f"model: {tiny_model}\nloss_type: {__name__}:Dro\nloss_options:\n  tau: 0.25\n")
     assert parse_config([str(path)]).loss == Dro(tau=0.25)
-    flags = ["--loss_type", "gmpo", "--loss_options", "epsilon", "0.3"]
+    flags = ["--loss_type", "gmpo", '--loss_options={"epsilon": 0.3}']
     assert parse_config([str(path), *flags]).loss == Gmpo(epsilon=0.3)
 
 

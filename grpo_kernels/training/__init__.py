@@ -1,14 +1,20 @@
 """A lean GRPO loop: `Trainer(config, model, tokenizer, problems, held_out).train()`."""
 
-from . import requirements  # noqa: F401, first: it says what is missing
-from .command_line import parse_config
-from .config import TrainingConfig
-from .data import Problem, problem_of
-from .data import load as load_problems
-from .loading import load_model
-from .rollout import Completion, Rollout, SamplingParams
-from .samples import Samples
-from .train import Trainer
+try:
+    from .command_line import parse_config
+    from .config import TrainingConfig
+    from .data import Problem, problem_of
+    from .data import load as load_problems
+    from .loading import load_model
+    from .rollout import Completion, Rollout, SamplingParams
+    from .samples import Samples
+    from .train import Trainer
+except ModuleNotFoundError as error:
+    if str(error.name).startswith("grpo_kernels"):
+        raise
+    raise ImportError(
+        f"grpo_kernels.training needs {error.name}: pip install 'grpo_kernels[train]'"
+    ) from error
 
 __all__ = [
     "Completion",

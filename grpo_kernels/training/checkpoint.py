@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from . import ranks
+from .config import TrainingConfig
 from .data import Problem, PromptEncoder
 
 # Options that may change when a run goes on: how long, how often something is logged or saved, and
@@ -189,24 +190,32 @@ def state_of(path: Path) -> dict[str, Any]:
     return state
 
 
-def check_same(
-    state: Mapping[str, Any], config: Mapping[str, Any], processes: int, given: Mapping[str, str]
-) -> None:
-    """Refuses to go on with options, problems or weights other than the checkpoint's.
+def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
+    """Refuses to go on with other options than the checkpoint's.
+
+    An option that the checkpoint's version did not have yet was at its default.
 
     Raises:
         ValueError: names each that has changed, with both values.
     """
-    before: Mapping[str, Any] = state["config"]
-    names = [n for n in config if n not in MAY_CHANGE and config[n] != before.get(n)]
+    now, before = config.as_json(), config.default_json() | state["config"]
+    names = [n for n in now if n not in MAY_CHANGE and now[n] != before[n]]
     if names:
-        changed = "; ".join(f"{n}: was {before.get(n)!r}, is {config[n]!r}" for n in names)
+        changed = "; ".join(f"{n}: was {before[n]!r}, is {now[n]!r}" for n in names)
         raise ValueError(f"resume: expected the options of the checkpoint; got others: {changed}")
-    if config["schedule"] != "constant" and config["steps"] != before["steps"]:
+    if config.schedule != "constant" and config.steps != before["steps"]:
         raise ValueError(
-            f"steps: expected {before['steps']}, on which schedule = {config['schedule']!r} "
-            f"depends; got {config['steps']}"
+            f"steps: expected {before['steps']}, on which schedule = {config.schedule!r} "
+            f"depends; got {config.steps}"
         )
+
+
+def check_same(state: Mapping[str, Any], processes: int, given: Mapping[str, str]) -> None:
+    """Refuses to go on with other problems, weights or processes than the checkpoint's.
+
+    Raises:
+        ValueError: names each that has changed, with both values.
+    """
     if state["processes"] != processes:
         raise ValueError(
             f"resume: expected {state['processes']} processes, as the checkpoint has; "

@@ -2,43 +2,73 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, overload
+from collections.abc import Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints, overload
 
-from .config import TrainingConfig
-from .kinds import kinds_of
+from docstring_parser import parse_from_object
+from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, set_loader
+from ruamel.yaml import YAML, YAMLError
+
+from ..loss.config import GRPOLossConfig
+from ..loss.losses import LOSS_TYPES, flat_fields
+from .config import TrainingConfig, defaults_of
 
 _Config = TypeVar("_Config", bound=TrainingConfig)
-# Options of other trainers: ours, and what is different about it.
+# Titles in `--help`, by the first option under each in `TrainingConfig`.
+_GROUPS = {
+    "model": "Model", "dataset": "Data and rewards", "steps": "Sampling", "loss_type": "Loss",
+    "epochs_per_rollout": "Updates", "name": "Logs and checkpoints",
+}  # fmt: skip
+_OF_THE_COMMAND, _OF_SOME_LOSSES = "This command", "Options of some loss types only"
+# Options of other trainers, and what to do here.
 ELSEWHERE = {
-    "batch_size": "prompts_per_step, over all processes",
-    "bf16": "precision bf16",
-    "clip_eps": "epsilon",
-    "cliprange": "epsilon",
-    "generation_batch_size": "prompts_per_step, in prompts, not completions",
-    "gradient_accumulation_steps": "micro_batch_size: as many as are needed are added up",
-    "kl_coef": "beta",
-    "logging_steps": "show_every, of completions; metrics are logged every step",
-    "lr": "learning_rate",
-    "max_new_tokens": "max_completion_length",
-    "max_steps": "steps, each with a rollout and epochs_per_rollout * minibatches updates",
-    "mu": "epochs_per_rollout",
-    "num_iterations": "epochs_per_rollout; where it renews the reference, sync_ref_every",
-    "num_train_epochs": "steps, of prompts_per_step problems each",
-    "output_dir": "output, the folder of runs, and name, that of the run in it",
-    "per_device_train_batch_size": "micro_batch_size, in completions; changes memory alone",
-    "ref_model_mixup_alpha": "ref_mixup_alpha, 1.0 where it is not given",
-    "ref_model_sync_steps": "sync_ref_every, in steps, not updates",
-    "report_to": "trackers",
-    "reward_funcs": "rewards",
-    "save_steps": "save_every",
-    "eval_steps": "eval_every",
-    "sync_ref_model": "sync_ref_every, above 0",
-    "train_batch_size": "prompts_per_step, in prompts, not completions",
-    "use_vllm": "rollout vllm",
+    "batch_size": "Set prompts_per_step: prompts, not completions, over all processes.",
+    "bf16": "Set precision to bf16.",
+    "clip_eps": "Set epsilon.",
+    "clip_range": "Set epsilon.",
+    "cliprange": "Set epsilon.",
+    "dataset_name": "Set dataset.",
+    "deepspeed": "Sharded weights are for TRL's trainer with this library's head "
+    "(docs/integrations.md). On one GPU set lora_rank or gradient_checkpointing.",
+    "eval_steps": "Set eval_every.",
+    "generation_batch_size": "Set prompts_per_step: prompts, not completions.",
+    "gradient_accumulation_steps": "Set prompts_per_step (batch) and micro_batch_size (what fits "
+    "in memory); gradients are accumulated automatically.",
+    "group_size": "Set num_generations.",
+    "kl_coef": "Set beta.",
+    "load_in_4bit": "Quantised weights are not trained. To save memory set lora_rank and dtype "
+    "bf16.",
+    "logging_steps": "Metrics are logged every step; set show_every for printed completions.",
+    "lr": "Set learning_rate.",
+    "lr_scheduler_type": "Set schedule.",
+    "max_length": "Set max_prompt_length and max_completion_length.",
+    "max_new_tokens": "Set max_completion_length.",
+    "max_steps": "Set steps: a step is a rollout and epochs_per_rollout * minibatches updates.",
+    "model_name_or_path": "Set model.",
+    "mu": "Set epochs_per_rollout.",
+    "num_iterations": "Set epochs_per_rollout; where it renews the reference, sync_ref_every.",
+    "num_steps": "Set steps.",
+    "num_train_epochs": "Set steps: each takes prompts_per_step problems.",
+    "output_dir": "Set output (the folder of runs) and name (the run's folder in it).",
+    "per_device_train_batch_size": "Set micro_batch_size, in completions: it changes memory, not "
+    "gradients.",
+    "ref_model_mixup_alpha": "Set ref_mixup_alpha; its default is 1.0.",
+    "ref_model_sync_steps": "Set sync_ref_every, in steps, not updates.",
+    "report_to": "Set trackers.",
+    "resume_from_checkpoint": "Set resume: the run in the folder goes on from its last checkpoint.",
+    "reward_funcs": "Set rewards.",
+    "reward_model": "Set rewards to module:function, a function that asks your model.",
+    "save_steps": "Set save_every.",
+    "sync_ref_model": "Set sync_ref_every, above 0.",
+    "train_batch_size": "Set prompts_per_step: prompts, not completions.",
+    "use_peft": "Set lora_rank, above 0.",
+    "use_vllm": "Set rollout to vllm.",
+    "wandb": "Set trackers to wandb.",
+    "warmup_ratio": "Set warmup_steps, in optimizer steps.",
 }
 
 
@@ -54,57 +84,78 @@ def parse_config(
 ) -> TrainingConfig:  # fmt: skip
     """Reads options from flags, or from one YAML file and flags that override it.
 
-    Exits with the reason on standard error, as `argparse` does.
+    A run's `config.json` is such a file, too. Exits with the reason on standard error, as
+    `argparse` does.
 
     Args:
         argv: flags, after the YAML file if there is one; None: those of the process.
         kind: `TrainingConfig`, or a dataclass with more options.
         defaults: options in the place of the defaults of `kind`.
     """
-    import tyro
-
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0].endswith((".yaml", ".yml")):
-        argv[:1] = _flags_of(Path(argv[0]), kinds_of(kind))
-    for flag in argv:
-        meant = ELSEWHERE.get(flag.removeprefix("--").partition("=")[0].replace("-", "_"))
-        if flag.startswith("--") and meant is not None:
-            print(f"{flag.partition('=')[0]}: no option here; it is {meant}", file=sys.stderr)
-            sys.exit(2)
-    default = kind(model="a model")
-    # Checked once flags have changed them, not before.
-    for name, value in ({"model": ""} | defaults).items():
-        if not hasattr(default, name):
-            raise TypeError(f"parse_config: expected options of {kind.__name__}; got {name}")
-        object.__setattr__(default, name, value)
-    return tyro.cli(kind, args=argv, default=default, use_underscores=True)
-
-
-def _flags_of(path: Path, kinds: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
-    """The options in a file, as flags; exits if it holds none.
-
-    An option gets what is written: 0123 and `no` are numbers and bools to those alone that are.
-    """
-    import yaml
-
+    parser = _parser(kind, defaults)
+    flags = [
+        re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), text)
+        for text in (sys.argv[1:] if argv is None else argv)
+    ]
+    if flags and flags[0].endswith((".yaml", ".yml", ".json")):
+        flags.insert(0, "--config")
+    options = parser.parse_args(flags).as_dict()
     try:
-        text = path.read_text()
-        values = yaml.safe_load(text) or {}
-        if not isinstance(values, dict):
-            raise ValueError(f"expected options, one per line as `steps: 100`; got {values!r}")
-        written = yaml.load(text, yaml.BaseLoader)
-        for name, value in values.items():
-            if value is None and NoneType not in kinds.get(name, (NoneType,)):
-                raise ValueError(f"{name}: expected a value; got null")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        print(f"{path}: {error}", file=sys.stderr)
-        sys.exit(2)
-    for name, value in values.items():
-        if isinstance(value, bool) and bool in kinds.get(name, (bool,)):
-            yield f"--{'' if value else 'no_'}{name}"
-        else:
-            yield f"--{name}"
-            given = "None" if value is None else written.get(name, value)
-            if isinstance(given, dict):
-                given = [x for pair in given.items() for x in pair]
-            yield from map(str, given if isinstance(given, list) else [given])
+        return kind(**{option.name: options[option.name] for option in fields(kind)})
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+
+
+class _Parser(ArgumentParser):
+    """A parser that says, of a name it does not have, which one may be meant."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        known = [action.dest for action in self._actions]
+        for name in re.findall(r"(?<=--)\w+|(?<=Option ')\w+", message):
+            if name in ELSEWHERE:
+                message = f"--{name} does not exist here. {ELSEWHERE[name]}"
+            elif name not in known and (near := get_close_matches(name, known)):
+                message += f"\n--{name} does not exist: did you mean --{', --'.join(near)}?"
+        super().error(message, ex)
+
+
+def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentParser:
+    """The parser of all options, in groups; `defaults` go before those of `kind`."""
+    set_loader("yaml_1.2", YAML(typ="safe", pure=True).load, (YAMLError,))
+    usage = "%(prog)s [FILE.yaml] [--OPTION VALUE ...]"
+    parser = _Parser(usage=usage, parser_mode="yaml_1.2", allow_abbrev=False)
+    parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of options.")
+    hints, titles, values = get_type_hints(kind), _titles(kind), defaults_of(kind) | defaults
+    if unknown := sorted(set(values) - set(hints)):
+        raise TypeError(f"parse_config: expected options of {kind.__name__}; got {unknown}")
+    helps = {
+        entry.arg_name: " ".join(str(entry.description).split())
+        for base in reversed(kind.__mro__[:-1])
+        for entry in parse_from_object(base).params
+    }
+    order = [*_GROUPS.values(), _OF_THE_COMMAND, _OF_SOME_LOSSES]
+    groups = {x: parser.add_argument_group(x) for x in order if x in titles.values()}
+    for option in fields(kind):
+        name, hint = option.name, hints[option.name]
+        more: dict[str, Any] = {"type": hint}
+        if hint is bool:
+            more = {"action": ActionYesNo(yes_prefix="", no_prefix="no_")}
+        elif get_origin(hint) is list:
+            more = {"type": get_args(hint)[0], "nargs": "*", "metavar": "X"}
+        elif get_origin(hint) is not Literal:
+            more["metavar"] = "X"
+        groups[titles[name]].add_argument(
+            f"--{name}", default=values[name], help=helps[name], **more
+        )
+    return parser
+
+
+def _titles(kind: type[TrainingConfig]) -> dict[str, str]:
+    """The title, by option, of its group in `--help`."""
+    titles, title = dict[str, str](), ""
+    for name in TrainingConfig.__annotations__:
+        titles[name] = title = _GROUPS.get(name, title)
+    of_some = set().union(*map(flat_fields, LOSS_TYPES))
+    for option in fields(GRPOLossConfig):
+        titles.setdefault(option.name, _OF_SOME_LOSSES if option.name in of_some else "Loss")
+    return {x.name: titles.get(x.name, _OF_THE_COMMAND) for x in fields(kind)}

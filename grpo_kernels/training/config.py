@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, get_type_hints
+
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from ..head.execution import Execution
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, OwnLoss
-from .kinds import check_types, imported, value_of
-
-if TYPE_CHECKING:
-    _LossType = str | Callable[[Any], Any]
-else:
-    _LossType = str  # what the command line takes
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -36,15 +35,7 @@ class TrainingConfig(GRPOLossConfig):
         ValueError, TypeError: names the option, what was expected and what came.
     """
 
-    loss_type: _LossType = "dapo"
-    """Name of the loss: grpo, bnpo, dr_grpo, dapo, luspo, gspo, gspo_token, gmpo, cispo, sapo,
-    vespo, reinforce, dppo_tv, dppo_kl (docs/objectives.md); or module:Class, one of your own."""
-    loss_options: dict[str, str] = field(default_factory=dict)
-    """Options of the loss's class, as NAME VALUE NAME VALUE."""
-    max_completion_length: int = 256
-    """Tokens in a completion, at most."""
-
-    # The model
+    # Model
     model: str = ""
     """Hub name or folder of a causal language model."""
     revision: str | None = None
@@ -52,27 +43,19 @@ class TrainingConfig(GRPOLossConfig):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the weights: fp32 or bf16."""
     precision: Literal["auto", "no", "bf16"] = "auto"
-    """Precision of GEMMs: bf16 (autocast), no, or auto: bf16 on a GPU that has it."""
+    """Autocast of GEMMs: bf16, no, or auto (bf16 on a GPU that has it)."""
     trainable: str | None = None
-    """Regular expression that names of trained parameters match; none: all are trained."""
+    """Regular expression: parameters whose names match are trained; none: all are."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward; prompts are then not shared."""
     lora_rank: int = 0
-    """Rank of LoRA adapters, which alone are then trained; 0: none."""
+    """Rank of LoRA adapters, which alone are then trained; 0: no adapters."""
     lora_alpha: int = 32
-    """Adapters are scaled by lora_alpha / lora_rank."""
+    """Scale of the adapters: lora_alpha / lora_rank."""
     lora_target: str = "all-linear"
-    """Modules that get adapters: a regular expression, or all-linear."""
+    """Modules with adapters: a regular expression, or all-linear."""
 
-    # The reference, where beta is not 0
-    ref_model: str | None = None
-    """Hub name or folder of the reference; none: the model at the start, or without adapters."""
-    sync_ref_every: int = 0
-    """Steps after which the reference follows the policy (TRL's ref_model_sync_steps); 0: never."""
-    ref_mixup_alpha: float = 1.0
-    """Share of the way that it follows (TRL's default: 0.6); 1: it becomes the policy."""
-
-    # Problems and rewards
+    # Data and rewards
     dataset: str = ""
     """Problems: a name on the hub, as OWNER/NAME[:CONFIG][@REVISION] (openai/gsm8k:main); a .jsonl
     or .parquet file; or module:function, which takes the options and returns two lists of problems,
@@ -80,122 +63,138 @@ class TrainingConfig(GRPOLossConfig):
     train_size: int = 1000
     """Problems to train on, at most; 0: all."""
     eval_dataset: str = ""
-    """Held-out problems of a dataset of their own, named as dataset is; none: of that."""
+    """Separate dataset for evaluation, named like dataset; empty: hold out part of dataset."""
     eval_size: int = 64
-    """Held-out problems, at most; 0: no evaluation (of training.evaluate: all)."""
+    """Held-out problems, at most; 0: no evaluation (in training.evaluate: all)."""
     eval_max_completion_length: int | None = None
     """Tokens in a completion of an evaluation, at most; none: max_completion_length."""
     eval_temperature: float = 0.0
-    """Divisor of the logits in evaluations; 0: the likeliest tokens."""
+    """Sampling temperature of evaluations; 0: greedy."""
     chat: bool = False
-    """Put prompts into the tokenizer's chat template."""
+    """Apply the tokenizer's chat template to prompts."""
     system_prompt: str = ""
-    """Comes before every prompt that is made of a question: a chat's system message, else text."""
+    """Text before every question: a chat's system message, else part of the prompt."""
     prompt_template: str = ""
-    """A question's prompt, with {question} in it; none: an instruction, and an example outside of
-    chats."""
+    """Prompt of a question, with {question} in it; empty: an instruction, and an example unless
+    chat is on."""
     max_prompt_length: int = 512
-    """Tokens; problems with a longer prompt are left out."""
+    """Tokens in a prompt, at most; problems with a longer prompt are left out."""
     rewards: list[str] = field(default_factory=lambda: ["answer", "format"])
     """Reward functions: answer, format, or module:function."""
     reward_weights: list[float] = field(default_factory=list)
-    """One per reward function; none: 1 each."""
+    """Weight of each reward function; empty: 1 each."""
 
-    # Rollouts
+    # Sampling
     steps: int = 100
-    """Rollouts."""
+    """Training steps; each samples a rollout and trains on it."""
     prompts_per_step: int = 4
     """Prompts in a rollout, over all processes."""
     num_generations: int = 8
-    """Completions per prompt, which advantages compare."""
+    """Completions per prompt: the group within which advantages are computed."""
+    max_completion_length: int = 256
+    """Tokens in a completion, at most."""
+    temperature: float = 1.0
+    """Sampling temperature, > 0; the loss divides the logits by it as well."""
     top_k: int = 0
-    """Sample from the k likeliest tokens only; 0: from all."""
+    """Sample from the k most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that add up to this probability."""
+    """Sample from the most likely tokens whose probabilities add up to this."""
     min_p: float = 0.0
-    """Sample from tokens with this share of the likeliest one's probability, at least."""
+    """Sample from tokens with at least this share of the highest probability."""
     replay_support: bool = True
-    """Train the policy that sampled: with top_k, top_p or min_p, log-probs and loss are over the
-    tokens that these left; off: over the whole softmax, which is not what sampled."""
+    """With top_k, top_p or min_p, train the truncated distribution that was sampled from; off: the
+    full softmax."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a completion, which keeps them."""
+    """Strings that end a completion, and are part of it."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut at max_completion_length out of the loss."""
     rollout: Literal["generate", "vllm"] = "generate"
     """Sampler: generate, or vllm."""
-    vllm_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype that vLLM computes in: fp32, bf16, or auto: that of the policy's GEMMs."""
     vllm_gpu_memory_utilization: float = 0.3
-    """Share of each GPU's memory that vLLM fills, weights included."""
+    """Share of each GPU's memory for vLLM, weights included."""
     vllm_enable_sleep_mode: bool = False
-    """vLLM gives the GPU's memory back while weights are trained."""
+    """Free vLLM's GPU memory while weights are trained."""
 
-    # The loss
-    temperature: float = 1.0
-    """Divisor of the logits, > 0, when completions are sampled and trained on."""
+    # Loss
+    loss_type: str | Callable[[Any], Any] = "dapo"
+    """Name of the loss: grpo, bnpo, dr_grpo, dapo, luspo, gspo, gspo_token, gmpo, cispo, sapo,
+    vespo, reinforce, dppo_tv, dppo_kl (docs/objectives.md); or module:Class, one of your own."""
+    loss_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the class of the loss: in YAML a mapping, as flags --loss_options.NAME VALUE."""
+    ref_model: str | None = None
+    """Reference of the KL: hub name or folder; none: the model before training, with LoRA the model
+    without adapters."""
+    sync_ref_every: int = 0
+    """Steps after which the reference is updated to the policy; 0: never."""
+    ref_mixup_alpha: float = 1.0
+    """Weight of the policy in that update (TRL's default: 0.6); 1: the reference becomes the
+    policy."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide advantages by the standard deviation of the group, of the batch, or none."""
+    """Divide advantages by the standard deviation of the group or of the batch, or not at all."""
     logits_dtype: Literal["fp32", "model"] = "fp32"
-    """Logits stay in float32 (fp32), or are rounded to the model's dtype (model), as by a sampler
-    whose head does so; the first step warns where the two differ."""
+    """Dtype of logits: fp32, or model (rounded to the model's dtype, as some samplers do); the
+    first step warns if the other one fits the sampler better."""
     batch_invariant: bool = False
-    """The head makes the same log-prob of the same state, to the bit, whatever else is in the
-    micro-batch."""
+    """Make log-probs independent, to the bit, of the other rows of a micro-batch."""
 
     # Updates
     epochs_per_rollout: int = 1
-    """Times that each rollout is trained on."""
+    """Passes over each rollout."""
     minibatches: int = 1
-    """Optimizer steps per epoch."""
+    """Optimizer steps per pass."""
     micro_batch_size: int = 16
     """Completions in a forward and backward, per process; changes memory, not gradients."""
     share_prompts: bool = True
     """Encode the prompt of a group once, where the model's cache allows it."""
     skip_untrained: bool = True
-    """Leave out completions without gradient (groups of equal rewards, where beta and entropy_coef
-    are 0); metrics are over the others."""
+    """Skip completions without gradient (groups of equal rewards, if beta and entropy_coef are 0);
+    metrics leave them out as well."""
     learning_rate: float = 1e-6
     """Learning rate of AdamW."""
     weight_decay: float = 0.0
     """Weight decay of AdamW."""
-    adam_beta2: float = 0.999
-    """Second beta of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate over time: constant, or linear or cosine to 0."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises from 0."""
     max_grad_norm: float = 1.0
-    """Scale larger gradients down to this norm."""
+    """Clip gradients to this norm."""
 
     # Logs and checkpoints
     name: str = "grpo"
-    """Name of the run and of its folder."""
+    """Name of the run, and of its folder in output."""
     output: str = "runs"
-    """Folder that runs are kept in."""
+    """Folder of all runs."""
     eval_every: int = 0
     """Steps between evaluations; 0: only before and after."""
     show_every: int = 10
     """Steps between printed completions."""
     save_every: int = 0
-    """Steps between checkpoints; 0: only at the end and at the best evaluation; -1: none."""
+    """Steps between checkpoints; 0: only at the end and after the best evaluation; -1: never."""
     save_model: bool = True
     """Write the trained model into the run's folder at the end."""
     resume: bool = False
-    """Go on from the run's last checkpoint, if there is one."""
+    """Continue from the run's last checkpoint, if there is one."""
     trackers: list[str] = field(default_factory=list)
     """Trackers of accelerate: tensorboard, wandb, trackio, ..."""
     seed: int = 0
-    """Seed of everything that is drawn."""
+    """Seed of all random numbers."""
 
     def __post_init__(self) -> None:
-        check_types(self, _CHECKED_BY_THE_LOSS)
-        for expected, (holds, names) in RANGES.items():
-            for name in names.split():
-                self._check(name, expected, holds)
-        if self.eval_max_completion_length is not None:
-            self._check("eval_max_completion_length", "at least 1", lambda x: x >= 1)
-        self._check_run()
-        self.loss_config()  # its own checks
+        of_loss = {*GRPOLossConfig.__dataclass_fields__} - {"max_completion_length"}
+        for name, hint in get_type_hints(type(self)).items():
+            if name in of_loss:  # which the loss checks
+                continue
+            value, all_items = getattr(self, name), CollectionCheckStrategy.ALL_ITEMS
+            try:
+                check_type(value, hint, collection_check_strategy=all_items)
+            except TypeCheckError as error:
+                expected = inspect.formatannotation(hint)
+                raise TypeError(f"{name}: expected {expected}; got {value!r}") from error
+        self._check_values()
+        self.loss_config()  # which checks the options of the loss
+        self._check_used()
+        self._check_together()
 
     @cached_property
     def loss(self) -> Loss:
@@ -211,21 +210,21 @@ class TrainingConfig(GRPOLossConfig):
         kind, preset = LOSSES.get(name) or (imported("loss_type", name), {})
         if not isinstance(kind, type) and not self.loss_options:
             return OwnLoss(kind)
-        options = {its: value_of(x) for its, x in self.loss_options.items()}
-        known = sorted(its.name for its in fields(kind)) if is_dataclass(kind) else list[str]()
+        options = self.loss_options
+        known = sorted(x.name for x in fields(kind)) if is_dataclass(kind) else list[str]()
         if not set(options) <= set(known):
             raise ValueError(
                 f"loss_options: expected some of {', '.join(known) or 'none'}, as "
                 f"{kind.__name__} has them; got {', '.join(sorted(set(options) - set(known)))}"
             )
-        found = kind(**{**preset, **options})
-        if not isinstance(found, Loss):
+        loss = kind(**{**preset, **options})
+        if not isinstance(loss, Loss):
             raise ValueError(f"loss_type: expected a subclass of Loss; got {name} = {kind!r}")
-        return found
+        return loss
 
     def loss_config(self) -> GRPOLossConfig:
         """The config of the loss alone."""
-        options = {its.name: getattr(self, its.name) for its in fields(GRPOLossConfig)}
+        options = {option.name: getattr(self, option.name) for option in fields(GRPOLossConfig)}
         if isinstance(self.loss_type, str) and (":" in self.loss_type or self.loss_options):
             options["loss_type"] = self.loss
         if self.effective_aggregation != "dr_grpo":
@@ -238,10 +237,12 @@ class TrainingConfig(GRPOLossConfig):
 
     def as_json(self) -> dict[str, Any]:
         """The options by name, as JSON takes them."""
-        options = {f.name: getattr(self, f.name) for f in fields(self)}
-        # As they are read again: a tuple is a list.
-        as_read: dict[str, Any] = json.loads(json.dumps(options, default=_told))
-        return as_read
+        return _through_json({option.name: getattr(self, option.name) for option in fields(self)})
+
+    @classmethod
+    def default_json(cls) -> dict[str, Any]:
+        """The defaults of the options by name, as JSON takes them."""
+        return _through_json(defaults_of(cls))
 
     @property
     def folder(self) -> Path:
@@ -285,82 +286,119 @@ class TrainingConfig(GRPOLossConfig):
         """True if rollouts are to say which tokens these left."""
         return self.truncates and self.replay_support
 
-    def _check(self, name: str, expected: str, ok: Any) -> None:
-        value = getattr(self, name)
-        if not ok(value):
-            raise ValueError(f"{name}: expected {expected}; got {value}")
+    def require(self, name: str, holds: object, expected: str) -> None:
+        """Refuses an option's value unless it `holds`."""
+        if not holds:
+            raise ValueError(f"{name}: expected {expected}; got {getattr(self, name)!r}")
 
-    def _check_run(self) -> None:
-        """Refuses options that do not go together."""
-        no_kl, of_loss = not self.beta, GRPOLossConfig()
-        for wrong, name, expected in (
-            (not self.model, "model", "a hub name or a folder"),
-            (not self.name or Path(self.name).name != self.name, "name",
-             "the name of a folder inside output"),
-            (not self.rewards, "rewards", "at least one reward function"),
-            (self.reward_weights and len(self.reward_weights) != len(self.rewards),
-             "reward_weights", f"one for each of {self.rewards}"),
-            (self.prompts_per_step % self.minibatches, "minibatches",
-             f"a divisor of prompts_per_step = {self.prompts_per_step}"),
-            (self.trainable is not None and self.lora_rank, "trainable",
-             "none with lora_rank, which says what is trained"),
-            (not _is_pattern(self.trainable), "trainable", "a regular expression"),
-            (self.prompt_template and "{question}" not in self.prompt_template, "prompt_template",
-             "a text with {question} in it"),
-            (self.eval_every and not self.eval_size, "eval_every", "0 where eval_size is 0"),
-            (self.top_entropy_quantile < 1 and self.entropy_coef, "entropy_coef",
-             "0 with top_entropy_quantile, as micro-batches differ in their tokens"),
-            *((no_kl and getattr(self, name) != getattr(of_loss, name), name,
-               f"{getattr(of_loss, name)!r} where beta is 0")
-              for name in ("kl_estimator", "kl_clamp", "use_bias_correction_kl")),
-            *((no_kl and getattr(self, name), name, f"{DEFAULTS[name]!r} where beta is 0")
-              for name in ("ref_model", "sync_ref_every")),
-            (self.sync_ref_every and self.lora_rank, "sync_ref_every",
-             "0 with lora_rank, whose adapters no other model has"),
-            (self.sync_ref_every and self.ref_model is not None, "sync_ref_every",
-             "0 with ref_model, which stays as it is"),
-            (self.kl_estimator == "exact" and self.records_support, "kl_estimator",
-             "another with replay_support, whose softmax is over the kept sets"),
-            (not self.sync_ref_every and self.ref_mixup_alpha != 1, "ref_mixup_alpha",
-             "1.0 where sync_ref_every is 0"),
-            *((not self.lora_rank and getattr(self, name) != DEFAULTS[name], name,
-               f"{DEFAULTS[name]!r} where lora_rank is 0")
-              for name in ("lora_alpha", "lora_target")),
-            *((self.rollout != "vllm" and getattr(self, name) != default, name,
-               f"{default!r} with rollout {self.rollout}")
-              for name, default in DEFAULTS.items() if name.startswith("vllm_")),
+    def _check_values(self) -> None:
+        """Refuses values out of their range."""
+        require, n = self.require, vars(self)
+        require("model", self.model, "a hub name or a folder")
+        folder = self.name and Path(self.name).name == self.name
+        require("name", folder, "the name of a folder inside output")
+        require("rewards", self.rewards, "at least one reward function")
+        weights, rewards = self.reward_weights, self.rewards
+        as_many = not weights or len(weights) == len(rewards)
+        require("reward_weights", as_many, f"one for each of {rewards}")
+        require("trainable", _is_pattern(self.trainable), "a regular expression")
+        template = self.prompt_template or "{question}"
+        require("prompt_template", "{question}" in template, "a text with {question} in it")
+        for name in ("steps", "prompts_per_step", "minibatches", "max_prompt_length",
+                     "max_completion_length", "epochs_per_rollout", "micro_batch_size",
+                     "show_every"):  # fmt: skip
+            require(name, n[name] >= 1, "at least 1")
+        length = self.eval_max_completion_length
+        require("eval_max_completion_length", length is None or length >= 1, "at least 1")
+        for name in ("train_size", "eval_size", "eval_every", "eval_temperature", "lora_rank",
+                     "sync_ref_every", "top_k", "warmup_steps", "weight_decay"):  # fmt: skip
+            require(name, 0 <= n[name] < math.inf, "at least 0")
+        require("save_every", self.save_every >= -1, "at least -1")
+        for name in ("learning_rate", "max_grad_norm", "lora_alpha", "temperature"):
+            require(name, 0 < n[name] < math.inf, "a number > 0")
+        for name in ("ref_mixup_alpha", "top_p", "vllm_gpu_memory_utilization"):
+            require(name, 0 < n[name] <= 1, "a number in (0, 1]")
+        require("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
+        require("num_generations", self.num_generations >= 2, "at least 2, to compare completions")
+        divides = self.prompts_per_step % self.minibatches == 0
+        require("minibatches", divides, f"a divisor of prompts_per_step = {self.prompts_per_step}")
+
+    def _check_used(self) -> None:
+        """Refuses options that would have no effect."""
+        of_vllm = [name for name in DEFAULTS if name.startswith("vllm_")]
+        for needed, is_set, names in (
+            ("beta", self.beta, ["kl_estimator", "kl_clamp", "use_bias_correction_kl", "ref_model",
+                                 "sync_ref_every"]),
+            ("sync_ref_every", self.sync_ref_every, ["ref_mixup_alpha"]),
+            ("lora_rank", self.lora_rank, ["lora_alpha", "lora_target"]),
+            ("eval_size", self.eval_size, ["eval_every"]),
+            ("rollout vllm", self.rollout == "vllm", of_vllm),
         ):  # fmt: skip
-            if wrong:
-                raise ValueError(f"{name}: expected {expected}; got {getattr(self, name)!r}")
+            for name in names:
+                if not is_set and getattr(self, name) != DEFAULTS[name]:
+                    self._refuse(name, f"has no effect without {needed}: set that too, or neither")
+
+    def _check_together(self) -> None:
+        """Refuses options that do not go together."""
+        refuse = self._refuse
+        if self.trainable is not None and self.lora_rank:
+            refuse("trainable", "does not work with lora_rank, which trains adapters alone: pass "
+                   "one of the two")  # fmt: skip
+        if self.sync_ref_every and self.lora_rank:
+            refuse("sync_ref_every", "does not work with lora_rank: there the reference is the "
+                   "base model without adapters")  # fmt: skip
+        if self.sync_ref_every and self.ref_model is not None:
+            refuse("sync_ref_every", "does not work with ref_model, which never changes: pass one "
+                   "of the two")  # fmt: skip
+        if self.kl_estimator == "exact" and self.records_support:
+            refuse("kl_estimator", "needs the full softmax and does not work with replay_support: "
+                   "pass --no_replay_support or another kl_estimator")  # fmt: skip
+        if self.top_entropy_quantile < 1 and self.entropy_coef:
+            refuse("entropy_coef", "does not work with top_entropy_quantile: the bonus would "
+                   "depend on micro_batch_size; pass one of the two")  # fmt: skip
+
+    def _refuse(self, name: str, why: str) -> None:
+        raise ValueError(f"{name}={getattr(self, name)!r} {why}")
 
 
-# The numbers that options may be.
-RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "at least 1": (
-        lambda x: x >= 1,
-        "steps prompts_per_step minibatches max_prompt_length max_completion_length "
-        "epochs_per_rollout micro_batch_size show_every",
-    ),
-    "at least 0": (
-        lambda x: x >= 0,
-        "train_size eval_size eval_every eval_temperature lora_rank sync_ref_every top_k "
-        "warmup_steps weight_decay",
-    ),
-    "at least -1": (lambda x: x >= -1, "save_every"),
-    "a number > 0": (lambda x: x > 0, "learning_rate max_grad_norm lora_alpha temperature"),
-    "a number in (0, 1]": (
-        lambda x: 0 < x <= 1, "ref_mixup_alpha top_p vllm_gpu_memory_utilization"
-    ),
-    "a number in [0, 1]": (lambda x: 0 <= x <= 1, "min_p"),
-    "a number in (0, 1)": (lambda x: 0 < x < 1, "adam_beta2"),
-    "at least 2, as advantages compare completions": (lambda x: x >= 2, "num_generations"),
-}  # fmt: skip
-DEFAULTS: dict[str, Any] = {its.name: its.default for its in fields(TrainingConfig)}
-_CHECKED_BY_THE_LOSS = {its.name for its in fields(GRPOLossConfig)} - {"max_completion_length"}
+def defaults_of(kind: type[TrainingConfig]) -> dict[str, Any]:
+    """The defaults of options, by name."""
+    return {
+        option.name: option.default if option.default_factory is MISSING
+        else option.default_factory()
+        for option in fields(kind)
+    }  # fmt: skip
 
 
-def _told(value: Any) -> str:
-    """The text of what JSON does not have, without an address, which changes from run to run."""
+DEFAULTS = defaults_of(TrainingConfig)
+
+
+def imported(option: str, name: str) -> Callable[..., Any]:
+    """The function of `module:function`, of a module here or installed.
+
+    Raises:
+        ValueError: there is no such module, or no such function in it.
+    """
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.append("")  # as `python -m` has it, not a script
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{option}: expected module:function; got {name!r} ({error})") from error
+    if not callable(function):
+        raise ValueError(f"{option}: expected a function; got {name} = {function!r}")
+    return function
+
+
+def _through_json(options: dict[str, Any]) -> dict[str, Any]:
+    """The options as JSON has them when they are read again: a tuple is a list."""
+    as_read: dict[str, Any] = json.loads(json.dumps(options, default=_as_text))
+    return as_read
+
+
+def _as_text(value: Any) -> str:
+    """The text of a value that JSON does not have, without addresses, which no two runs share."""
     text = str(value) if isinstance(value, Path) else repr(value)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 

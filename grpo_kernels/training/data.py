@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,10 +13,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from .config import TrainingConfig
-from .kinds import imported
+from .config import TrainingConfig, imported
 
 Problem = Mapping[str, Any]
+_log = logging.getLogger(__name__)
 
 # Rows, each with its place in messages.
 _Rows = Iterable[tuple[str, Mapping[str, Any]]]
@@ -62,12 +63,25 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         if test is None:
             train, held_out = _split(train, held_out_of_it)
         else:
-            held_out = _problems(islice(splits[test], held_out_of_it), config, True)
+            held_out = _problems(splits[test], config, held_out_of_it > 0)
+    if config.eval_dataset and config.eval_size:
+        held_out = load_to_answer(replace(config, dataset=config.eval_dataset, eval_size=0))[0]
+    train = _without(train, held_out, name)
     if not train:
         raise ValueError(f"dataset: expected at least one problem to train on; got none in {name}")
-    if config.eval_dataset and config.eval_size:
-        held_out = load_to_answer(replace(config, dataset=config.eval_dataset))[0]
     return train[: config.train_size or None], held_out[: config.eval_size]
+
+
+def _without(train: list[Problem], held_out: list[Problem], name: str) -> list[Problem]:
+    """The problems to train on whose prompt is not held out, too."""
+    prompts = {repr(problem["prompt"]) for problem in held_out}
+    left = [problem for problem in train if repr(problem["prompt"]) not in prompts]
+    if len(left) < len(train):
+        _log.warning(
+            "%d of %d problems to train on are left out: %s has their prompts among those held out",
+            len(train) - len(left), len(train), name,
+        )  # fmt: skip
+    return left
 
 
 def load_to_answer(config: TrainingConfig) -> tuple[list[Problem], str]:
@@ -113,11 +127,25 @@ class PromptEncoder:
 
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str) and not self.chat:
-            return list(self.tokenizer(prompt).input_ids)
+            return self._encode_text(prompt)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+        begun = prompt[-1].get("role") == "assistant"
+        ids = self.tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=not begun, continue_final_message=begun
+        )
         return list(ids if isinstance(ids, list) else ids["input_ids"])
+
+    def _encode_text(self, text: str) -> list[int]:
+        """The tokens of a text to go on from: one begin token, and no end token behind it."""
+        begin, end = self.tokenizer.bos_token, self.tokenizer.eos_token_id
+        # A text that a chat template rendered has its special tokens.
+        rendered = bool(begin) and text.startswith(begin)
+        bare = list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        ids = bare if rendered else list(self.tokenizer(text).input_ids)
+        if len(ids) > len(bare) and ids[-1] == end and ids[-len(bare) - 1 : -1] == bare:
+            ids.pop()
+        return ids
 
 
 def short_enough(
@@ -226,6 +254,8 @@ def _of_function(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
 
 def _splits(name: str) -> Mapping[str, _Rows]:
     """The rows of a dataset by split; those of a file have no split's name, but ""."""
+    if not name:
+        raise ValueError("dataset: expected a name on the hub, a file, or module:function; got ''")
     if Path(name).suffix == ".jsonl":
         return {"": _lines(_file(name))}
     import datasets
@@ -241,14 +271,14 @@ def _splits(name: str) -> Mapping[str, _Rows]:
     name, _, revision = name.partition("@")
     name, _, part = name.partition(":")
     try:
-        found = datasets.load_dataset(name, part or None, revision=revision or None)
+        loaded = datasets.load_dataset(name, part or None, revision=revision or None)
     except Exception as error:  # the hub, the cache and the network each raise their own
         raise ConnectionError(
             f"dataset: {name} was neither cached nor downloaded: {why_not_downloaded(error)}. "
             "Without the hub: a .jsonl or .parquet file, or module:function"
         ) from error
 
-    return {split: _numbered(found[split], f"split {split} of {name}") for split in found}
+    return {split: _numbered(loaded[split], f"split {split} of {name}") for split in loaded}
 
 
 def _numbered(rows: Iterable[Mapping[str, Any]], name: str) -> _Rows:

@@ -29,8 +29,8 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
         FileExistsError: the run's folder has another run in it; nothing is loaded then.
         ImportError: vLLM is to sample in this process, and is not installed; likewise.
         OSError: there is no such model, or the hub was not reached.
-        ValueError: an option of vLLM that this host does not have, or a launch that shards the
-            weights; likewise.
+        ValueError: the run that is to go on had other options, the launch shards the weights, or
+            vLLM has none of an option on this host; likewise.
     """
     check_folder(config)
     ranks.check_launch()
@@ -125,12 +125,20 @@ def set_pad_token(tokenizer: Any, model: Any) -> None:
 
 
 def check_folder(config: TrainingConfig) -> None:
-    """Refuses a folder with checkpoints, unless their run is to go on."""
-    if not config.resume and checkpoint.latest(config.folder) is not None:
+    """Refuses a folder with a trained run in it, unless that run is to go on with its options."""
+    folder, log = config.folder, config.folder / "metrics.jsonl"
+    begun, finished = checkpoint.latest(folder), (folder / "model").exists()
+    if config.resume and begun:
+        checkpoint.check_options(checkpoint.state_of(begun), config)
+    if config.resume and finished and not begun:
         raise FileExistsError(
-            f"name: expected one without checkpoints, which a new run would replace; "
-            f"{config.folder / 'checkpoints'} has some. Give resume, another name, or delete "
-            f"{config.folder}"
+            f"resume: the run in {folder} is finished and has no checkpoint to go on from. Pass "
+            "another name, or delete the folder"
+        )
+    if not config.resume and (begun or finished or (log.exists() and log.stat().st_size)):
+        raise FileExistsError(
+            f"name={config.name!r} is taken: {folder} has a run in it, which a new one would "
+            "replace. Pass resume to go on with it, another name, or delete the folder"
         )
 
 
@@ -187,9 +195,8 @@ def prepared(
     check_logits(policy.model, torch.tensor([prompt], dtype=torch.int64))
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        trained, lr=config.learning_rate, betas=(0.9, config.adam_beta2),
-        weight_decay=config.weight_decay,
-    )  # fmt: skip
+        trained, lr=config.learning_rate, weight_decay=config.weight_decay
+    )
     policy, optimizer = accelerator.prepare(policy, optimizer)
     if isinstance(policy, DistributedDataParallel):
         # No buffer of a language model changes, and a process that fails in a forward is to leave

@@ -179,7 +179,7 @@ class Forecast(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("processes", "at least 1", lambda x: x >= 1)
+        self.require("processes", self.processes >= 1, "at least 1")
         if self.cpu and self.gpu_gib is not None:
             raise ValueError(f"gpu_gib: expected none with cpu; got {self.gpu_gib}")
 

@@ -39,10 +39,11 @@ _CURVES = {
 
 
 def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """Returns the text of a prompt: itself, or that of a chat's last message."""
-    content = prompt if isinstance(prompt, str) else prompt[-1].get("content") or ""
-    parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-    return "".join(parts)
+    """Returns the text of a prompt, or of a chat's last message, whose content may have parts."""
+    content = prompt if isinstance(prompt, str) else prompt[-1].get("content")
+    if content is None or isinstance(content, str):  # none beside a call of a tool
+        return content or ""
+    return "".join(str(part.get("text") or "") for part in content)
 
 
 def summary(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from . import ranks
 from .answers import is_correct
+from .config import imported
 from .data import applies, names_rewards
 from .interruptions import StepError
-from .kinds import imported
 
 Reward = Callable[..., Sequence[float | None]]
 

@@ -129,7 +129,7 @@ class Run:
         if found is not None:
             state = checkpoint.state_of(found)
             given = ranks.reduce(self.accelerator, self.given, lambda of_all: of_all[0])
-            checkpoint.check_same(state, config.as_json(), self.accelerator.num_processes, given)
+            checkpoint.check_same(state, self.accelerator.num_processes, given)
             self._restore(state)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:

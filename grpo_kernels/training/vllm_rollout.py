@@ -20,7 +20,7 @@ from ..base.checks import version_numbers
 from ..integrations import vllm as extension
 from ..integrations.generation import support_of
 from . import ranks
-from .config import DTYPES, TrainingConfig
+from .config import TrainingConfig
 from .rollout import Completion, RolloutError, SamplingParams, completion, end_tokens
 
 # Versions that the tests have run with.
@@ -183,7 +183,7 @@ class VLLMRollout:
         expected = {name: getattr(text, name) for name in extension.SHAPE}
         expected |= {"logprobs_mode": "processed_logprobs"}
         expected |= {"sampling_mask": True} if config.records_support else {}
-        expected["dtype"] = engine_dtype(config)
+        expected["dtype"] = ranks.gemm_dtype(config)
         for name, value in expected.items():
             if about.get(name) != value:
                 raise RolloutError(f"vLLM: expected {name} {value!r}; got {about.get(name)!r}")
@@ -205,16 +205,11 @@ def _of_output(output: Any) -> Sampled:
     return Sampled(ids, logps, None if mask is None else mask.token_ids)
 
 
-def engine_dtype(config: TrainingConfig) -> str:
-    """The dtype that vLLM is to compute in, as torch calls it."""
-    return ranks.gemm_dtype(config) if config.vllm_dtype == "auto" else DTYPES[config.vllm_dtype]
-
-
 def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
     """Options of vLLM by the names of `LLM`."""
     model, length = config.model, config.max_prompt_length + config.longest_completion
     options: dict[str, Any] = {
-        "model": model, "dtype": engine_dtype(config), "max_model_len": length,
+        "model": model, "dtype": ranks.gemm_dtype(config), "max_model_len": length,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
