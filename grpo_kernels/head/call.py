@@ -74,7 +74,7 @@ class HeadCall(NamedTuple):
 
     @property
     def bias(self) -> Tensor | None:
-        """What the raw logits of each column have added, `[V]`, as a constant."""
+        """The bias of the raw logits, `[V]`, as a constant; None without one."""
         spec = self.spec
         return self.tensors[2 * spec.num_terms - 1].detach()[:, 0] if spec.has_bias else None
 
