@@ -79,17 +79,17 @@ def installed(package: str) -> str | None:
 
 def check_package(package: Package) -> tuple[str, str | None]:
     """Returns a line of the table, and what is wrong with the installed version or None."""
-    found = installed(package.name)
-    if found is None and package.name == "torch":
-        found = torch.__version__  # built from source, without metadata
+    version = installed(package.name)
+    if version is None and package.name == "torch":
+        version = torch.__version__  # built from source, without metadata
     line = (
-        f"  {package.name:14}{found or 'absent':16}{package.versions or 'any':8}{package.purpose}"
+        f"  {package.name:14}{version or 'absent':16}{package.versions or 'any':8}{package.purpose}"
     )
-    if found is None or not package.versions:
+    if version is None or not package.versions:
         return line, None
-    if version_numbers(found) >= version_numbers(package.versions):
+    if version_numbers(version) >= version_numbers(package.versions):
         return line, None
-    return line, f"{package.name} {found}: expected {package.versions}: {package.install}"
+    return line, f"{package.name} {version}: expected {package.versions}: {package.install}"
 
 
 def devices() -> list[torch.device]:

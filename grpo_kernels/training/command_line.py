@@ -23,7 +23,7 @@ _GROUPS = {
     "model": "Model", "dataset": "Data and rewards", "steps": "Sampling", "loss_type": "Loss",
     "epochs_per_rollout": "Updates", "name": "Logs and checkpoints",
 }  # fmt: skip
-_OF_THE_COMMAND, _OF_SOME_LOSSES = "This command", "Options of some loss types only"
+_COMMAND, _SOME_LOSSES = "This command", "Options of some loss types only"
 # Options of other trainers, and what to do here.
 ELSEWHERE = {
     "batch_size": "Set prompts_per_step: prompts, not completions, over all processes.",
@@ -133,7 +133,7 @@ def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentPar
         for base in reversed(kind.__mro__[:-1])
         for entry in parse_from_object(base).params
     }
-    order = [*_GROUPS.values(), _OF_THE_COMMAND, _OF_SOME_LOSSES]
+    order = [*_GROUPS.values(), _COMMAND, _SOME_LOSSES]
     groups = {x: parser.add_argument_group(x) for x in order if x in titles.values()}
     for option in fields(kind):
         name, hint = option.name, hints[option.name]
@@ -155,7 +155,7 @@ def _titles(kind: type[TrainingConfig]) -> dict[str, str]:
     titles, title = dict[str, str](), ""
     for name in TrainingConfig.__annotations__:
         titles[name] = title = _GROUPS.get(name, title)
-    of_some = set().union(*map(flat_fields, LOSS_TYPES))
+    some_losses = set().union(*map(flat_fields, LOSS_TYPES))
     for option in fields(GRPOLossConfig):
-        titles.setdefault(option.name, _OF_SOME_LOSSES if option.name in of_some else "Loss")
-    return {x.name: titles.get(x.name, _OF_THE_COMMAND) for x in fields(kind)}
+        titles.setdefault(option.name, _SOME_LOSSES if option.name in some_losses else "Loss")
+    return {x.name: titles.get(x.name, _COMMAND) for x in fields(kind)}

@@ -181,9 +181,9 @@ class TrainingConfig(GRPOLossConfig):
     """Seed of all random numbers."""
 
     def __post_init__(self) -> None:
-        of_loss = {*GRPOLossConfig.__dataclass_fields__} - {"max_completion_length"}
+        loss_options = {*GRPOLossConfig.__dataclass_fields__} - {"max_completion_length"}
         for name, hint in get_type_hints(type(self)).items():
-            if name in of_loss:  # which the loss checks
+            if name in loss_options:  # `loss_config` checks them
                 continue
             value, all_items = getattr(self, name), CollectionCheckStrategy.ALL_ITEMS
             try:
@@ -192,13 +192,13 @@ class TrainingConfig(GRPOLossConfig):
                 expected = inspect.formatannotation(hint)
                 raise TypeError(f"{name}: expected {expected}; got {value!r}") from error
         self._check_values()
-        self.loss_config()  # which checks the options of the loss
+        self.loss_config()
         self._check_used()
         self._check_together()
 
     @cached_property
     def loss(self) -> Loss:
-        """The loss in force: that of `loss_type`, with `loss_options`."""
+        """The loss of `loss_type`, with `loss_options`."""
         name = self.loss_type
         if not isinstance(name, str) or (":" not in name and not self.loss_options):
             if self.loss_options:
@@ -278,12 +278,12 @@ class TrainingConfig(GRPOLossConfig):
 
     @property
     def truncates(self) -> bool:
-        """True if `top_k`, `top_p` or `min_p` leave some tokens only to sample from."""
+        """True if `top_k`, `top_p` or `min_p` truncate the distribution that is sampled from."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def records_support(self) -> bool:
-        """True if rollouts are to say which tokens these left."""
+        """True if rollouts have to return the kept set of each token."""
         return self.truncates and self.replay_support
 
     def require(self, name: str, holds: object, expected: str) -> None:
@@ -325,14 +325,14 @@ class TrainingConfig(GRPOLossConfig):
 
     def _check_used(self) -> None:
         """Refuses options that would have no effect."""
-        of_vllm = [name for name in DEFAULTS if name.startswith("vllm_")]
+        vllm_options = [name for name in DEFAULTS if name.startswith("vllm_")]
         for needed, is_set, names in (
             ("beta", self.beta, ["kl_estimator", "kl_clamp", "use_bias_correction_kl", "ref_model",
                                  "sync_ref_every"]),
             ("sync_ref_every", self.sync_ref_every, ["ref_mixup_alpha"]),
             ("lora_rank", self.lora_rank, ["lora_alpha", "lora_target"]),
             ("eval_size", self.eval_size, ["eval_every"]),
-            ("rollout vllm", self.rollout == "vllm", of_vllm),
+            ("rollout vllm", self.rollout == "vllm", vllm_options),
         ):  # fmt: skip
             for name in names:
                 if not is_set and getattr(self, name) != DEFAULTS[name]:

@@ -43,10 +43,10 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         ConnectionError: the hub was not reached; the message says what works without it.
     """
     name = config.dataset
-    # Nothing of it is held out where others are.
-    held_out_of_it = 0 if config.eval_dataset else config.eval_size
+    # With an `eval_dataset` no problem of this dataset is held out.
+    num_held_out = 0 if config.eval_dataset else config.eval_size
     if _is_function(name):
-        train, held_out = _of_function(config)
+        train, held_out = _from_function(config)
     else:
         splits = _splits(name)
         split = "" if "" in splits else "train"
@@ -56,14 +56,14 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
                 "which `python -m grpo_kernels.training.evaluate` answers"
             )
         test = next((x for x in _HELD_OUT if x in splits), None)
-        # Without one any row may be held out.
-        compared = test is None and held_out_of_it > 0
-        most = config.train_size + held_out_of_it if split and config.train_size else None
+        # Without a test split any row may be held out, and needs an answer.
+        compared = test is None and num_held_out > 0
+        most = config.train_size + num_held_out if split and config.train_size else None
         train = _problems(islice(splits[split], most), config, compared)
         if test is None:
-            train, held_out = _split(train, held_out_of_it)
+            train, held_out = _split(train, num_held_out)
         else:
-            held_out = _problems(splits[test], config, held_out_of_it > 0)
+            held_out = _problems(splits[test], config, num_held_out > 0)
     if config.eval_dataset and config.eval_size:
         held_out = load_to_answer(replace(config, dataset=config.eval_dataset, eval_size=0))[0]
     train = _without(train, held_out, name)
@@ -75,28 +75,27 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
 def _without(train: list[Problem], held_out: list[Problem], name: str) -> list[Problem]:
     """The problems to train on whose prompt is not held out, too."""
     prompts = {repr(problem["prompt"]) for problem in held_out}
-    left = [problem for problem in train if repr(problem["prompt"]) not in prompts]
-    if len(left) < len(train):
+    unseen = [problem for problem in train if repr(problem["prompt"]) not in prompts]
+    if len(unseen) < len(train):
         _log.warning(
             "%d of %d problems to train on are left out: %s has their prompts among those held out",
-            len(train) - len(left), len(train), name,
+            len(train) - len(unseen), len(train), name,
         )  # fmt: skip
-    return left
+    return unseen
 
 
 def load_to_answer(config: TrainingConfig) -> tuple[list[Problem], str]:
-    """The problems that an evaluation answers, and a text that says which.
+    """The problems that an evaluation answers, and a sentence that says which they are.
 
-    At most `eval_size`, if that is not 0.
-
-    That is the test split, else the one for validation, else all there is.
+    They are the first `eval_size` (0: all) of the split `test`, else of `validation`, else of
+    `train`, else of the file.
 
     Raises:
         ValueError, ConnectionError: as `load`.
     """
     name, most = config.dataset, config.eval_size or None
     if _is_function(name):
-        problems, of = _of_function(config)[1], f"held out by {name}"
+        problems, source = _from_function(config)[1], f"held out by {name}"
     else:
         splits = _splits(name)
         split = next((x for x in (*_HELD_OUT, "train", "") if x in splits), None)
@@ -106,10 +105,10 @@ def load_to_answer(config: TrainingConfig) -> tuple[list[Problem], str]:
                 f"{name}"
             )
         problems = _problems(islice(splits[split], most and most + 1), config, True)
-        of = f"of split {split} of {name}" if split else f"of {name}"
+        source = f"of split {split} of {name}" if split else f"of {name}"
     if most and len(problems) > most:
-        return problems[:most], f"The first {most} problems {of}, as eval_size says"
-    return problems, f"All {len(problems)} problems {of}"
+        return problems[:most], f"The first {most} problems {source}, as eval_size says"
+    return problems, f"All {len(problems)} problems {source}"
 
 
 class PromptEncoder:
@@ -157,17 +156,17 @@ def short_enough(
         ValueError: no problem is left.
     """
     lengths = [len(encode(problem)) for problem in problems]
-    kept = [p for p, length in zip(problems, lengths, strict=True) if 0 < length <= longest]
+    fitting = [p for p, length in zip(problems, lengths, strict=True) if 0 < length <= longest]
     empty, left_out = lengths.count(0), f"of {len(problems)} problems are left out: their prompts"
-    if more := len(problems) - len(kept) - empty:
+    if more := len(problems) - len(fitting) - empty:
         say(f"{more} {left_out} have more than max_prompt_length = {longest} tokens")
     if empty:
         say(f"{empty} {left_out} have no token")
-    if problems and not kept:
+    if problems and not fitting:
         raise ValueError(
             f"max_prompt_length: expected room for at least one prompt with a token; got {longest}"
         )
-    return kept
+    return fitting
 
 
 def prompt_of(question: str, config: TrainingConfig) -> str | list[dict[str, str]]:
@@ -206,9 +205,9 @@ def text_of(column: str, value: Any) -> str:
 
 
 def problem_of(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
-    """A row with a prompt, made from its question if it has none; an answer of None is none."""
-    told = ("prompt", "question", "answer")
-    problem = {key: x for key, x in row.items() if key not in told or not _is_missing(x)}
+    """Makes a problem of a row: its prompt, made from its question if need be, and its answer."""
+    texts = ("prompt", "question", "answer")
+    problem = {key: x for key, x in row.items() if key not in texts or not _is_missing(x)}
     if "prompt" not in problem and "question" in problem:
         problem["prompt"] = prompt_of(text_of("question", problem["question"]), config)
     elif not isinstance(problem.get("prompt", []), list | tuple):
@@ -242,7 +241,7 @@ def _is_function(name: str) -> bool:
     return ":" in name and "/" not in name.partition(":")[0]
 
 
-def _of_function(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+def _from_function(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
     name = config.dataset
     train, held_out = imported("dataset", name)(config)
     for i, problem in enumerate(train):
@@ -321,24 +320,24 @@ def _problems(rows: _Rows, config: TrainingConfig, compared: bool) -> list[Probl
 
 
 def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool) -> None:
-    """Refuses a problem without a prompt, or without an answer that something compares with."""
-    there = sorted(key for key, value in problem.items() if value is not None)
+    """Refuses a problem without a prompt, or without an answer that is compared with."""
+    columns = sorted(key for key, value in problem.items() if value is not None)
     judged = "answer" in config.rewards and applies("answer", problem)
-    if "prompt" in there and ("answer" in there or not (compared or judged)):
+    if "prompt" in columns and ("answer" in columns or not (compared or judged)):
         return
     why = ["the reward answer"] * judged + ["an eval_size > 0"] * compared
-    wanted = f" and an answer, for {' and '.join(why)}" if why else ""
+    answer = f" and an answer, for {' and '.join(why)}" if why else ""
     raise ValueError(
-        f"dataset: expected problems with a question (or prompt){wanted}; got {there} in {where}"
+        f"dataset: expected problems with a question (or prompt){answer}; got {columns} in {where}"
     )
 
 
 def _split(problems: list[Problem], held_out: int) -> tuple[list[Problem], list[Problem]]:
-    """Holds out some problems, at most a fifth; always the same ones, and of a prompt all."""
-    of_prompts: dict[str, list[Problem]] = {}
+    """Holds out at most a fifth of the problems, always the same; all or none of a prompt's."""
+    by_prompt: dict[str, list[Problem]] = {}
     for problem in problems:
-        of_prompts.setdefault(repr(problem["prompt"]), []).append(problem)
-    groups = list(of_prompts.values())
+        by_prompt.setdefault(repr(problem["prompt"]), []).append(problem)
+    groups = list(by_prompt.values())
     random.Random(0).shuffle(groups)
     room = min(held_out, len(problems) // 5)
     train, test = list[Problem](), list[Problem]()

@@ -32,7 +32,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # Keywords that every reward function may name, beside the columns of problems.
 KEYWORDS = ("prompts", "completions", "completion_ids", "transcripts")
 # Errors of a function that takes texts for messages, or messages for texts.
-_OF_SHAPE = (TypeError, KeyError, IndexError, AttributeError)
+_SHAPE_ERRORS = (TypeError, KeyError, IndexError, AttributeError)
 
 
 def as_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
@@ -78,18 +78,18 @@ def resolve_rewards(
     Each is one of the library, of the caller's `own`, or imported as `module:function`. Its label
     is the function's name; where several have that, they are numbered.
     """
-    known, found = {**REWARDS, **(own or {})}, list[RewardFunction]()
+    known, functions = {**REWARDS, **(own or {})}, list[RewardFunction]()
     for name in names:
         if name not in known and ":" not in name:
             raise ValueError(
                 f"rewards: expected some of {', '.join(known)}, or module:function; got {name!r}"
             )
         label = short = name.rpartition(":")[2]
-        same = sum(other.name.rpartition(":")[2] == short for other in found)
+        same = sum(other.name.rpartition(":")[2] == short for other in functions)
         if same:
             label = f"{short}-{same + 1}"
-        found.append(RewardFunction(name, label, known.get(name) or imported("rewards", name)))
-    return found
+        functions.append(RewardFunction(name, label, known.get(name) or imported("rewards", name)))
+    return functions
 
 
 def check_rewards(
@@ -243,7 +243,7 @@ def _explained(what: str, prompt: Any = None) -> Iterator[None]:
         raise
     except Exception as error:
         rule = ""
-        if prompt is not None and isinstance(error, _OF_SHAPE):
+        if prompt is not None and isinstance(error, _SHAPE_ERRORS):
             kind = "text" if isinstance(prompt, str) else "a list of messages"
             rule = (
                 f". Completions are what their prompts are, here {kind}: lists of messages only "
