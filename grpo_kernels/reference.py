@@ -217,10 +217,9 @@ def divergence(
     divergence = make_divergence("kind", kind, beta)
     active = torch.ones_like(hidden[..., 0], dtype=torch.bool) if mask is None else mask.bool()
     states = reference.hidden.detach().to(hidden.dtype)
-    own, other = (
-        _masked(x, LMHead.of(its), active) for x, its in ((hidden, head), (states, reference.head))
-    )
-    s = linear_logits(*own, rounded_to=rounded_to).log_softmax(-1)
+    policy = _masked(hidden, LMHead.of(head), active)
+    other = _masked(states, LMHead.of(reference.head), active)
+    s = linear_logits(*policy, rounded_to=rounded_to).log_softmax(-1)
     t = linear_logits(*other).detach().log_softmax(-1)
     return divergence_addends(s, t, divergence).sum(-1).masked_fill(~active, 0.0)
 

@@ -118,9 +118,9 @@ def _serve(seconds: float) -> None:
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        found = same(*json.loads(line))
+        is_same = same(*json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(found, file=replies, flush=True)
+        print(is_same, file=replies, flush=True)
 
 
 if __name__ == "__main__":

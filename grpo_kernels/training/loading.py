@@ -115,12 +115,12 @@ def set_pad_token(tokenizer: Any, model: Any) -> None:
     """
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    vocabulary, found = vocabulary_of(model), tokenizer.pad_token_id
-    if found is None or found >= vocabulary:
+    vocabulary, pad_token = vocabulary_of(model), tokenizer.pad_token_id
+    if pad_token is None or pad_token >= vocabulary:
         raise ValueError(
             f"tokenizer: expected a pad_token, or an eos_token, among the {vocabulary} tokens of "
-            f"the model; got {tokenizer.pad_token!r} ({found}) in {type(tokenizer).__name__}: set "
-            "tokenizer.pad_token"
+            f"the model; got {tokenizer.pad_token!r} ({pad_token}) in "
+            f"{type(tokenizer).__name__}: set tokenizer.pad_token"
         )
 
 
