@@ -6,7 +6,8 @@
         D       = dL/dZ                         likewise
         dh, dW += D W, D^T h                    GEMMs 3 and 4, dW accumulated in float32
 
-The loss is a mean, so that each token's gradient is known before the loss is: one pass.
+The weight of a token in the loss is a constant. Its gradient is known as soon as its logits are:
+one pass.
 """
 
 from __future__ import annotations

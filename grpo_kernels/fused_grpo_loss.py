@@ -6,13 +6,14 @@ overwritten: one pass, three GEMMs.
 
     for each chunk of rows:
         Z        = h W^T                        GEMM 1, float32, one reused buffer
-        l, E, X  = token_stats(Z)               log-prob of the target, entropy; X = e^(z - a) stays
+        l, E, X  = token_stats(Z)               log-prob of the target, entropy; X = S (p - 1_y)
         x, g     = objective(l, E)              loss, dL/dl
-        dh       = r o (X W)                    GEMM 2, r = -g / (T sum X) for each row
+        dh       = r o (X W)                    GEMM 2, r = -g / (T S) for each row
         dW      += X^T (r o h)                  GEMM 3, accumulated in float32
 
-The gradient of the logits, r o X, is never made. Where the entropy has a gradient, or the GEMMs
-take float16, it is, by a second sweep: `logit_grads_(Z)`.
+with p the softmax, 1_y the target's unit vector and S = sum_j e^(z_j - a) for an anchor a; X
+overwrites Z. The gradient of the logits, r o X, is never made. Where the loss has a gradient by the
+entropy or by an exact KL, or the GEMMs take float16, a second sweep makes it: `logit_grads_(Z)`.
 
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. In
 float16 they are computed and stored `scale` times as large, a power of two.
@@ -49,7 +50,7 @@ from .head.plan import GradMode, call_of_reference, local_head, plan_head, refer
 from .kernels import StatGrads
 from .kernels.divergences import ReverseKL
 from .loss.config import GRPOLossConfig
-from .loss.grpo_loss import d_kl, evaluate_policy_loss, flat_loss
+from .loss.grpo_loss import d_kl, flat_loss, policy_loss_and_grads
 from .loss.inputs import loss_inputs, rows_of_loss
 from .loss.metrics import loss_metrics
 from .loss.objective import LossInputs, token_local
@@ -223,7 +224,7 @@ class _OnePass(torch.autograd.Function):
                 if d_divergence is not None:
                     kl[index] = stats.divergence
                     chunk_inputs = replace(chunk_inputs, kl=stats.divergence)
-                policy = evaluate_policy_loss(
+                policy = policy_loss_and_grads(
                     config,
                     chunk_inputs,
                     stats.logps,

@@ -21,7 +21,7 @@ from .loss.config import GRPOLossConfig
 from .loss.distillation import divergence_addends, make_divergence
 from .loss.inputs import check_entropy_given, loss_inputs, rows_of_loss
 from .loss.metrics import loss_metrics
-from .loss.objective import objective_value
+from .loss.objective import policy_objective
 
 
 def linear_logits(
@@ -148,7 +148,7 @@ def grpo_loss(
     check_entropy_given(config, entropy)
     flat = logps.reshape(-1)
     flat_entropy = None if entropy is None else entropy.reshape(-1)
-    loss = objective_value(config, inputs, flat, flat_entropy)
+    loss = policy_objective(config, inputs, flat, flat_entropy)
     if ce_weights is not None:
         chosen = ce_weights.reshape(-1) != 0
         loss = loss - (ce_weights.reshape(-1)[chosen].to(flat.dtype) * flat[chosen]).sum()

@@ -34,6 +34,7 @@ WRONG_VALUES = {
     "aggregation: expected one of": {"aggregation": "mean", "loss_type": "cispo"},
     "dual_clip: expected a number > 1; got 1.0": {"dual_clip": 1.0},
     "kl_clamp: expected a number > 0; got 0.0": {"kl_clamp": 0.0},
+    "kl_estimator='exact' has no effect with beta=0: set beta": {"kl_estimator": "exact"},
     "off_policy_threshold: .* >= 0; got -0.1": {"off_policy_threshold": -0.1},
     "vespo_k_pos: .* > 0; got 0.0": {"vespo_k_pos": 0.0, "loss_type": "vespo"},
     "kl_estimator: expected one of k1, .*got 'k9'": {"kl_estimator": "k9"},

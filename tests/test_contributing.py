@@ -19,7 +19,7 @@ from grpo_kernels import (
     linear_logprobs,
 )
 from grpo_kernels import reference as exact
-from grpo_kernels.head.lm_head import Term
+from grpo_kernels.head.lm_head import HeadTerm
 from grpo_kernels.kernels import divergences, triton_divergences
 from grpo_kernels.kernels.divergences import Divergence, log_mixture, to_mixture_
 from grpo_kernels.kernels.triton_common import expm1
@@ -79,7 +79,7 @@ class Shifted(LMHead):
     def terms(self, hidden):
         terms = super().terms(hidden)
         ones = terms[0].x.new_ones(()).expand(len(terms[0].x), 1)
-        return (*terms, Term(ones, self.shift[:, None]))
+        return (*terms, HeadTerm(ones, self.shift[:, None]))
 
 
 def test_an_option_of_the_head_is_a_term():
@@ -106,7 +106,7 @@ class SkewKL(Divergence):
         return t.exp() * (t - log_mixture(s, t, self.beta))
 
     def terms(self, p, q, d):
-        return [divergences.Term(1.0, q, to_mixture_(d, self.beta)[1])]
+        return [divergences.KLTerm(1.0, q, to_mixture_(d, self.beta)[1])]
 
     def base(self, p, q):
         return torch.lerp(p, q, self.beta)

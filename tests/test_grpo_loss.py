@@ -9,7 +9,7 @@ from grpo_kernels import grpo_loss, reference
 from grpo_kernels.base.sequences import Sequences
 from grpo_kernels.kernels import PolicyLossResult
 from grpo_kernels.loss.config import KL_ESTIMATORS
-from grpo_kernels.loss.grpo_loss import evaluate_policy_loss
+from grpo_kernels.loss.grpo_loss import policy_loss_and_grads
 from grpo_kernels.loss.tokens import LossInputs
 from tests.helpers.batches import (
     NAN,
@@ -109,11 +109,11 @@ def test_who_takes_the_kernel(options, taken):
     x, ones = torch.zeros(3), torch.ones(3)
     sequences = Sequences(1, torch.zeros(3, dtype=torch.long))
     inputs = LossInputs(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
-    evaluate_policy_loss(
+    policy_loss_and_grads(
         config(**options), inputs, x, ones, SimpleNamespace(policy_loss=kernel), grad=True
     )
     assert len(calls) == taken
-    evaluate_policy_loss(
+    policy_loss_and_grads(
         config(**options), inputs, x, ones, SimpleNamespace(policy_loss=None), grad=True
     )
     assert len(calls) == taken

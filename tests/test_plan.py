@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_kernels.base.checks import ValueChecks
-from grpo_kernels.head.budget import SWEPT_ROWS_PER_SM, Buffers, buffer_rows, gpu
+from grpo_kernels.head.budget import SWEPT_ROWS_PER_SM, RowBytes, buffer_rows, gpu
 from grpo_kernels.head.row_plan import RowPlan, plan_rows
 from grpo_kernels.kernels.triton_logits import REGISTERS, ROW_LAUNCH
 from tests.helpers.fake_cuda import CountedCUDA
@@ -18,12 +18,12 @@ def plan(needed, with_grad, *, rows=4, num_tokens=10, V=100):
 
     return plan_rows(
         as_mask(needed), as_mask(with_grad), ValueChecks(), torch.empty(V, 1),
-        num_tokens, Buffers(V), int(4 * V * rows),
+        num_tokens, RowBytes(V), int(4 * V * rows),
     )  # fmt: skip
 
 
 def plan_of_all(num_tokens, weight, buffers=None, budget=None):
-    buffers = buffers or Buffers(len(weight))
+    buffers = buffers or RowBytes(len(weight))
     return plan_rows(None, None, ValueChecks(), weight, num_tokens, buffers, budget)
 
 
@@ -95,7 +95,7 @@ def test_default_budget_on_a_cpu():
     ),
 )
 def test_strips_of_logits_beside_gradients(budget, sizes, on_a_gpu):
-    made = buffer_rows(on_a_gpu, Buffers(QWEN, 2, strips=True), budget)
+    made = buffer_rows(on_a_gpu, RowBytes(QWEN, 2, strips=True), budget)
     assert made == sizes
     chunk, strip = made
     assert QWEN * (2 * chunk + 4 * strip) <= (budget or 1792 << 20)
@@ -106,12 +106,12 @@ def test_a_strip_is_one_wave_of_the_sweep(on_a_gpu):
     registers_of_a_multiprocessor, threads = 65_536, 32 * ROW_LAUNCH.num_warps
     assert registers_of_a_multiprocessor // (REGISTERS * threads) == SWEPT_ROWS_PER_SM
     assert gpu(on_a_gpu.device).multi_processor_count == 132
-    plan = plan_of_all(16_384, on_a_gpu, Buffers(QWEN, 2, strips=True))
+    plan = plan_of_all(16_384, on_a_gpu, RowBytes(QWEN, 2, strips=True))
     assert (plan.largest_chunk, plan.logit_rows) == (4096, 640)
     # With a small vocabulary, or on a small GPU, several full waves, as many as are worth a GEMM.
-    assert plan_of_all(16_384, on_a_gpu, Buffers(32_000, 2, strips=True)).logit_rows == 3200
+    assert plan_of_all(16_384, on_a_gpu, RowBytes(32_000, 2, strips=True)).logit_rows == 3200
     on_a_gpu.gpu.properties.multi_processor_count = 58
-    assert plan_of_all(16_384, on_a_gpu, Buffers(QWEN, 2, strips=True)).logit_rows == 512
+    assert plan_of_all(16_384, on_a_gpu, RowBytes(QWEN, 2, strips=True)).logit_rows == 512
 
 
 def test_buffers_have_two_sizes_whatever_the_mask_is(on_a_gpu):
@@ -121,13 +121,13 @@ def test_buffers_have_two_sizes_whatever_the_mask_is(on_a_gpu):
         active = torch.zeros(positions, dtype=torch.bool, device=on_a_gpu.device)
         on_a_gpu.gpu.answers = [[rows, rows // 2]]
         plan = plan_rows(
-            active, active, ValueChecks(), on_a_gpu, positions, Buffers(QWEN, 2, strips=True), None
+            active, active, ValueChecks(), on_a_gpu, positions, RowBytes(QWEN, 2, strips=True), None
         )
         assert (plan.num_rows, plan.num_grad_rows) == (rows, rows // 2)
         sizes.add((plan.gradient_rows, plan.logit_rows))
     assert sizes == {(4864, 640)} and plan.bytes_taken <= 1792 << 20
     # A call of few tokens takes as much as these need.
-    assert plan_of_all(700, on_a_gpu, Buffers(QWEN, 2, strips=True)).gradient_rows == 700
+    assert plan_of_all(700, on_a_gpu, RowBytes(QWEN, 2, strips=True)).gradient_rows == 700
 
 
 def test_rows_without_a_gradient_go_in_chunks_as_large():
@@ -150,7 +150,7 @@ COUNTED = {(16384, 896): 2350, (16384, 2048): 3080, (16384, 4096): 4379, (4096, 
 @pytest.mark.parametrize(("num_tokens", "H"), COUNTED)
 def test_memory_is_the_buffers_and_the_gradients(num_tokens, H, on_a_gpu):
     weight = on_a_gpu.new_empty(1).expand(QWEN, H)
-    plan = plan_of_all(num_tokens, weight, Buffers(QWEN, 2, strips=True))
+    plan = plan_of_all(num_tokens, weight, RowBytes(QWEN, 2, strips=True))
     sum_bytes = 4 if plan.largest_chunk < num_tokens else 2  # one product is rounded by its GEMM
     chunk_bytes = (4 + 2) * plan.largest_chunk * H  # dH in float32, r o h
     taken = plan.bytes_taken + sum_bytes * QWEN * H + 2 * num_tokens * H + chunk_bytes

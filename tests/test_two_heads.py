@@ -148,7 +148,7 @@ def on_ranks(module, z, t, kind):
     divergence = DIVERGENCES[kind](0.3)
     module.pair_stats(z, t, targets, NONE, NONE, stats, divergence=None)
     stats.shift.copy_(stats.logsumexp - stats.ref_logsumexp)
-    stats.set_without_anchors()
+    stats.set_zero_anchors()
     module.divergences(z, t, NONE, NONE, stats, divergence=divergence)
     ones = torch.ones(len(z))
     rest = stats, None, ones, out
@@ -495,7 +495,7 @@ def test_memory_that_runs_out(monkeypatch):
         return original(*args, **options)
 
     monkeypatch.setattr(torch, "mm", full)
-    with pytest.warns(UserWarning, match="memory ran out over the head"):
+    with pytest.warns(UserWarning, match="memory ran out in the LM head"):
         out = fused_distillation_loss(batch.hidden, batch.weight, other, batch.mask)
     monkeypatch.undo()
     expected = fused_distillation_loss(batch.hidden, batch.weight, other, batch.mask)

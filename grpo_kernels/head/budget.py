@@ -23,7 +23,7 @@ _MOST_STRIP_BYTES = 640 << 20
 SWEPT_ROWS_PER_SM = 5
 
 
-class Buffers(NamedTuple):
+class RowBytes(NamedTuple):
     """The bytes that a row takes of the budget, and for what.
 
     Args:
@@ -39,7 +39,7 @@ class Buffers(NamedTuple):
     models: int = 1
 
     @property
-    def row_bytes(self) -> tuple[int, int]:
+    def parts(self) -> tuple[int, int]:
         """Bytes of a row's logits, and of their gradient."""
         return 4 * self.models * self.columns, self.grad_bytes * self.columns
 
@@ -58,20 +58,20 @@ def gpu(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
 
 
-def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tuple[int, int]:
+def buffer_rows(weight: Tensor, row_bytes: RowBytes, chunk_bytes: int | None) -> tuple[int, int]:
     """The rows whose gradients, and those whose logits, fit the budget together.
 
     `chunk_bytes` None: the device's budget.
     """
-    logit_bytes, grad_bytes = buffers.row_bytes
+    logit_bytes, grad_bytes = row_bytes.parts
     if chunk_bytes is None:
         device = weight.device
         memory = gpu(device).total_memory if device.type == "cuda" else None
-        each = default_chunk_bytes(buffers.columns, device.type, memory)
-        chunk_bytes = buffers.models * each
+        each = default_chunk_bytes(row_bytes.columns, device.type, memory)
+        chunk_bytes = row_bytes.models * each
     bytes_per_row = logit_bytes + grad_bytes
     least = 1 if weight.device.type == "cpu" else ROW_MULTIPLE
-    if buffers.strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
+    if row_bytes.strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
         cuda = weight.device.type == "cuda"
         sms = gpu(weight.device).multi_processor_count if cuda else 1
         strip = strip_rows(chunk_bytes, logit_bytes, least, sms)

@@ -23,7 +23,7 @@ from ..base.layout import Layout, check_targets, selected
 from ..kernels import Backend, LogitTransform, select_backend
 from ..kernels.divergences import Divergence
 from .execution import Execution, check_execution
-from .lm_head import LMHead, Reference, Term
+from .lm_head import HeadTerm, LMHead, Reference
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def head_call(
     num_state_terms = 1 + (head.low_rank is not None)
     if execution.capturable and flat_mask is not None:
         # Masked rows take part, and may hold anything but for the ones of a bias.
-        clean = (Term(selected(flat_mask, x, 0), y) for x, y in terms[:num_state_terms])
+        clean = (HeadTerm(selected(flat_mask, x, 0), y) for x, y in terms[:num_state_terms])
         terms = (*clean, *terms[num_state_terms:])
         if flat_targets is not None:
             flat_targets = selected(flat_mask, flat_targets, 0)

@@ -69,9 +69,10 @@ def linear_logprobs(
         hidden: `[B, T, H]` or packed `[N, H]`, float32, bfloat16 or float16. `hidden[..., t, :]`
             is the state that predicts `targets[..., t]`: the caller shifts.
         head: the LM head's weight `[V, H]`, or an `LMHead`.
-        targets: `[B, T]` or `[N]`, integer token ids in [0, V) wherever the mask is 1; or with one
-            dimension more, `[..., K]`: several per token, which may repeat. Then `logps` is
-            `[..., K]`, at the GEMMs of one target. Without a support.
+        targets: `[B, T]` or `[N]`, integer token ids in [0, V) wherever the mask is 1, none of them
+            banned by the bias. Or with one dimension more, `[..., K]`: ids to look up for each
+            token, which may repeat, or be banned. Then `logps` is `[..., K]`, at the GEMMs of one
+            target. Without a support.
         mask: `[B, T]` or `[N]`, bool or 0/1; None computes every token. Masked positions may hold
             anything, cost nothing, and come back as 0.
         entropy: computes the entropy, too.
@@ -274,7 +275,7 @@ def _gradients(
     grads = Gradients(tensors, needs_grad, every_row=plan.rows.num_rows == len(tensors[0]))
     head = plan.chunked_head(tensors)
     for chunk in plan.rows.chunks():
-        head.recompute(chunk, stats.at(chunk.index))
+        head.restore(chunk, stats.at(chunk.index))
         head.backward(chunk, grads, d_stats.each(itemgetter(chunk.index)))
     return grads.finalize()
 

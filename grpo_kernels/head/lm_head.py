@@ -39,9 +39,9 @@ class VocabRanks:
     Args:
         group: the process group; None with a head of DTensors, which have their own.
         start: the vocabulary id of this rank's first row; None: rows are in the ranks' order.
-        hidden: whose gradients of `hidden` and `lora_a_out` they are, all of which every rank has.
-            `"replicated"`: the whole, added up in the call. `"partial"`: this rank's part, which
-            the caller adds up.
+        hidden: the gradients of `hidden` and `lora_a_out`, tensors that every rank has in full.
+            `"replicated"`: the full gradients, summed over the ranks in the call. `"partial"`: this
+            rank's share, which the caller sums.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -67,7 +67,7 @@ class VocabRanks:
         check_choice("ranks.hidden", self.hidden, HIDDEN_LAYOUTS)
 
 
-class Term(NamedTuple):
+class HeadTerm(NamedTuple):
     """Raw logits are the sum of `x @ y.T` over a head's terms."""
 
     x: Tensor  # [N, K]
@@ -167,15 +167,15 @@ class LMHead:
             )
         return LMHead(head)
 
-    def terms(self, hidden: Tensor) -> tuple[Term, ...]:
+    def terms(self, hidden: Tensor) -> tuple[HeadTerm, ...]:
         """The terms of the raw logits of `hidden [..., H]`: weight, adapter, bias."""
-        terms = [Term(hidden.reshape(-1, hidden.shape[-1]), self.weight)]
+        terms = [HeadTerm(hidden.reshape(-1, hidden.shape[-1]), self.weight)]
         if self.low_rank is not None:
             a_out, b = self.low_rank
-            terms.append(Term(a_out.reshape(-1, b.shape[1]), b))
+            terms.append(HeadTerm(a_out.reshape(-1, b.shape[1]), b))
         if self.bias is not None:
             ones = terms[0].x.new_ones((), dtype=torch.float32).expand(len(terms[0].x), 1)
-            terms.append(Term(ones, self.bias[:, None]))
+            terms.append(HeadTerm(ones, self.bias[:, None]))
         return tuple(terms)
 
     def replace(self, **changes: Any) -> LMHead:

@@ -63,7 +63,8 @@ class MultiTargetReadout(TargetReadout):
 
     def _set(self, strip: slice, out: Tensor, d: Tensor) -> None:
         """Sets the targets' entries of `out [c, V]` to `d [c, K]`, equal where ids are."""
-        # For those elsewhere an entry that is here is set once more, to what it is.
+        # scatter_ writes K columns. Targets on other ranks repeat a local target with the same
+        # value, or column 0 unchanged if none is local.
         ids = self.ids[strip]
         first = (ids >= 0).int().argmax(1, keepdim=True)
         place = ids.gather(1, first)

@@ -20,7 +20,7 @@ from ..base.checks import ValueChecks
 from ..base.layout import check_target_ids, selected
 from ..base.memory import ran_out_of_memory
 from ..kernels import TokenStats
-from .budget import Buffers
+from .budget import RowBytes
 from .call import HeadCall, HeadSpec, named_reference, reference_call
 from .chunked_head import ChunkedHead, SingleRank, TargetReadout
 from .lm_head import LMHead, Reference
@@ -83,7 +83,7 @@ def keeps_gradients(
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Plan of a call over a head: everything but its tensors.
+    """Plan of a call over a head: everything but the tensors that have gradients.
 
     Args:
         spec: of the call; its mask leaves out tokens with a kept set.
@@ -127,7 +127,7 @@ class HeadPlan:
         return TargetReadout(spec, self.ranks, entropy=self.entropy)
 
     def gradients(self, tensors: Sequence[Tensor]) -> Gradients:
-        """Zeros to add the gradients of the terms to, of the rows that have one."""
+        """Collects the gradients of the terms, of the rows that have one."""
         count = self.rows.num_grad_rows
         one_chunk = count == self.rows.largest_of(needs_grad=True)
         rounded = self.spec.dtype if one_chunk else None
@@ -147,9 +147,9 @@ class HeadPlan:
     def second(self, needed: Tensor, weight: Tensor) -> HeadPlan:
         """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""
         spec = replace(self.spec, checks=ValueChecks())
-        # Logits are made again a strip at a time, as for exponentials.
-        buffers = _buffers(spec, weight, GradMode.FROM_EXPS)
-        return replace(self, rows=self.ranks.plan(spec, weight, needed, None, buffers))
+        # Logits are made again a strip at a time.
+        row_bytes = _row_bytes(spec, weight, has_grads=True, strips=True)
+        return replace(self, rows=self.ranks.plan(spec, weight, needed, None, row_bytes))
 
     def run(self, work: Callable[[HeadPlan], _T]) -> _T:
         """Calls `work` with this plan; when memory runs out, with half as many rows at a time.
@@ -167,16 +167,17 @@ class HeadPlan:
             except Exception as error:
                 if fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error):
                     raise
-            # After the `except` block, whose error holds the tensors. Others than torch allocate.
+            # After the `except` block, whose error keeps tensors alive. cuBLAS and Triton allocate
+            # outside of torch's cache.
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             plan = replace(plan, rows=plan.rows.halved(least))
         if plan is not self:
             rows = plan.rows
             warnings.warn(
-                f"memory ran out over the head, which took {rows.logit_rows} rows of logits at a "
-                f"time instead; the result is the same. With chunk_bytes={rows.bytes_taken} it "
-                "begins so, and keeps to that",
+                f"memory ran out in the LM head, which went on with {rows.logit_rows} rows of "
+                "logits at a time; the result is the same up to rounding. "
+                f"Execution(chunk_bytes={rows.bytes_taken}) begins so, and does not try again",
                 stacklevel=2,
             )
         return result
@@ -258,7 +259,7 @@ def plan_head(
     reference: HeadCall | None = None,
     loss_settings: Mapping[str, float] | None = None,
 ) -> HeadPlan:
-    """Plans how a call is computed; reads its checks and row counts, in one transfer.
+    """Plans how a call is computed. Reads value checks and row counts: the call's one transfer.
 
     Args:
         call: checked.
@@ -268,7 +269,7 @@ def plan_head(
         logsumexp: likewise.
         entries: whether every id of a set is a target.
         with_grad: bool `[N]`, the tokens that may have a gradient; None: all.
-        reference: the call of another model whose log-probs of the targets are read.
+        reference: another model's call. It is only checked here: it bans no target.
         loss_settings: further numbers that have to be the same on all ranks.
     """
     spec, weight = call.spec, call.tensors[1]
@@ -297,8 +298,9 @@ def plan_head(
         without_set = ~sets.tokens
         spec = replace(spec, mask=without_set if spec.mask is None else spec.mask & without_set)
     spec = with_local_targets(spec, ranks)
-    buffers = _buffers(spec, weight, grad_mode)
-    rows = ranks.plan(spec, weight, spec.mask, with_grad, buffers)
+    has_grads, strips = grad_mode != GradMode.RECOMPUTE, grad_mode == GradMode.FROM_EXPS
+    row_bytes = _row_bytes(spec, weight, has_grads=has_grads, strips=strips)
+    rows = ranks.plan(spec, weight, spec.mask, with_grad, row_bytes)
     needs_grad = call.needs_grad()
     return HeadPlan(spec, rows, ranks, tokens, sets, needs_grad, entropy, grad_mode)
 
@@ -329,9 +331,9 @@ def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
     )
 
 
-def _buffers(spec: HeadSpec, weight: Tensor, grad_mode: GradMode) -> Buffers:
+def _row_bytes(spec: HeadSpec, weight: Tensor, *, has_grads: bool, strips: bool) -> RowBytes:
+    """The bytes of a row; float32 gradients lie on the memory of the logits."""
     models = 1 if spec.reference is None else 2
-    if grad_mode == GradMode.RECOMPUTE or spec.dtype == torch.float32:
-        return Buffers(len(weight), models=models)
-    strips = grad_mode == GradMode.FROM_EXPS
-    return Buffers(len(weight), spec.dtype.itemsize, strips=strips, models=models)
+    if not has_grads or spec.dtype == torch.float32:
+        return RowBytes(len(weight), models=models)
+    return RowBytes(len(weight), spec.dtype.itemsize, strips=strips, models=models)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.checks import ValueChecks
-from .budget import ROW_MULTIPLE, Buffers, buffer_rows
+from .budget import ROW_MULTIPLE, RowBytes, buffer_rows
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RowPlan:
     Args:
         max_chunk_rows: rows whose gradients are multiplied at a time.
         max_logit_rows: rows whose logits are held at a time: a chunk, or a strip of one.
-        num_tokens: all rows of the call, masked or not. Buffers are sized by it: sizes that change
+        num_tokens: all rows of the call, masked or not. RowBytes are sized by it: sizes that change
             with the mask fragment the memory of a GPU.
         has_masked: whether masked rows are computed, too.
         row_bytes: of a row's logits, and of their gradient if it has memory of its own.
@@ -121,7 +121,7 @@ def plan_rows(
     checks: ValueChecks,
     weight: Tensor,
     num_tokens: int,
-    buffers: Buffers,
+    row_bytes: RowBytes,
     chunk_bytes: int | None,
 ) -> RowPlan:
     """Plans the rows that are `active`, those `with_grad` first; bool `[N]`, None for all.
@@ -135,18 +135,22 @@ def plan_rows(
     num_grad_rows = num_rows if active_grad is None else next(counts)
     order = order_of(active, active_grad, num_tokens, num_rows, num_grad_rows, weight.device)
     return RowPlan(
-        order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes), num_tokens,
-        row_bytes=buffers.row_bytes,
+        order, num_grad_rows, num_rows, *buffer_rows(weight, row_bytes, chunk_bytes), num_tokens,
+        row_bytes=row_bytes.parts,
     )  # fmt: skip
 
 
 def every_row(
-    checks: ValueChecks, weight: Tensor, num_tokens: int, buffers: Buffers, chunk_bytes: int | None
+    checks: ValueChecks,
+    weight: Tensor,
+    num_tokens: int,
+    row_bytes: RowBytes,
+    chunk_bytes: int | None,
 ) -> RowPlan:
     """Plans all rows as they lie and reads nothing: checks become assertions on the device."""
     checks.check_without_sync()
-    sizes = buffer_rows(weight, buffers, chunk_bytes)
-    return RowPlan(None, num_tokens, num_tokens, *sizes, num_tokens, True, buffers.row_bytes)
+    sizes = buffer_rows(weight, row_bytes, chunk_bytes)
+    return RowPlan(None, num_tokens, num_tokens, *sizes, num_tokens, True, row_bytes.parts)
 
 
 def order_of(

@@ -58,8 +58,8 @@ def selective_log_softmax(
 
     Reference: `grpo_kernels.reference.selective_log_softmax`, in any dtype up to float64.
     """
-    flat_targets, transform, selected = checked(logits, targets, temperature, backend)
-    return _SelectiveLogSoftmax.apply(logits, flat_targets, transform, selected).reshape(
+    flat_targets, transform, kernels = checked(logits, targets, temperature, backend)
+    return _SelectiveLogSoftmax.apply(logits, flat_targets, transform, kernels).reshape(
         targets.shape
     )
 
@@ -73,7 +73,7 @@ def checked(
         raise ValueError(f"logits: expected shape [B, T, V] or [N, V]; got {list(logits.shape)}")
     if logits.device.type == "meta":
         raise ValueError("logits: expected a tensor with values; got one on the meta device")
-    selected = select_backend(backend, logits.device)
+    kernels = select_backend(backend, logits.device)
     V = logits.shape[-1]
     flat_targets = check_targets(targets, logits.shape[:-1], logits.device)
     checks = ValueChecks()
@@ -82,7 +82,7 @@ def checked(
     _check_temperature(temperature)
     transform = LogitTransform(temperature=layout.flat_temperature(temperature, None, checks))
     checks.check_without_sync()
-    return flat_targets, transform, selected
+    return flat_targets, transform, kernels
 
 
 def _check_temperature(temperature: object) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..base.checks import HEAD_DTYPES, ValueChecks, name_of
 from ..kernels import Entries, LogitTransform, TokenStats
-from .budget import Buffers, buffer_rows
+from .budget import RowBytes, buffer_rows
 from .call import HeadCall, HeadSpec
 from .chunked_head import SingleRank
 from .lm_head import HIDDEN_LAYOUTS, LMHead, Support, VocabRanks
@@ -37,7 +37,7 @@ from .products import put_rows
 from .row_plan import RowPlan
 
 # The least share of a row's softmax that a rank with the target is taken to have, so that the
-# entry of the target stays finite. By less it is too much than float32 resolves.
+# entry of the target stays finite. The error is below float32's resolution.
 _LEAST_SHARE = 2.0**-24
 
 
@@ -65,18 +65,18 @@ class VocabShards(SingleRank):
 
     def plan(
         self, spec: HeadSpec, weight: Tensor, active: Tensor | None, with_grad: Tensor | None,
-        buffers: Buffers,
+        row_bytes: RowBytes,
     ) -> RowPlan:  # fmt: skip
         """Plans as the rank with the most columns has to, and as all ranks agree."""
-        buffers = buffers._replace(columns=self.most_columns)
-        sizes = buffer_rows(weight, buffers, spec.execution.chunk_bytes)
+        row_bytes = row_bytes._replace(columns=self.most_columns)
+        sizes = buffer_rows(weight, row_bytes, spec.execution.chunk_bytes)
         self._ask_same(
             spec.checks,
             "mask, advantages, chunk_bytes: expected the same on all ranks that share the "
             "vocabulary, as each has other columns for the same tokens; got others",
             torch.tensor(sizes, dtype=torch.int64, device=weight.device), active, with_grad,
         )  # fmt: skip
-        return super().plan(spec, weight, active, with_grad, buffers)
+        return super().plan(spec, weight, active, with_grad, row_bytes)
 
     def _ask_same(self, checks: ValueChecks, what: str, *tensors: Tensor | None) -> None:
         """Adds the check that each of `tensors`, `[N]`, is the same on all ranks."""

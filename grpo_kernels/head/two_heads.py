@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels import RowGrads, StatGrads, pairs_of
 from ..kernels.pair_stats import PairStats
 from .call import HeadSpec
-from .chunked_head import LogitStrips, SingleRank, TargetReadout
+from .chunked_head import ChunkLogits, SingleRank, TargetReadout
 from .row_plan import Chunk, RowPlan
 
 
@@ -29,11 +29,11 @@ class DivergenceReadout(TargetReadout):
         with_grad: bool,
     ) -> None:  # fmt: skip
         super().__init__(spec, ranks, entropy=True)
-        # Slopes are stored for a gradient in the same pass, by products of any number of rows.
+        # Not if batch-invariant: whether slopes are stored depends on the size of a chunk.
         self.with_grad = with_grad and not spec.execution.batch_invariant
         assert spec.reference is not None and spec.divergence is not None
         self.reference, self.divergence = spec.reference, spec.divergence
-        self.ref_logits = LogitStrips(tensors, spec.reference, rows)
+        self.ref_logits = ChunkLogits(tensors, spec.reference, rows)
         self.pairs = pairs_of(spec.backend)
 
     def select(self, chunk: Chunk) -> None:
@@ -58,7 +58,7 @@ class DivergenceReadout(TargetReadout):
             stats,
             divergence=self.divergence if alone else None,
             invariant=self.spec.execution.batch_invariant,
-            # Where the logits of all rows are held.
+            # Only if the chunk is one strip: the next one would overwrite them.
             store_slopes=self.may_store_slopes and strip == slice(0, len(self.stats.logps)),
         )
         if alone:
@@ -87,7 +87,7 @@ class DivergenceReadout(TargetReadout):
         for row, x in zip(stats, merged, strict=False):
             if x is not None:
                 row.copy_(x)
-        stats.set_without_anchors()
+        stats.set_zero_anchors()
 
     def finish(self) -> PairStats:  # type: ignore[override]
         return self.stats

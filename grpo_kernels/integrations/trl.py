@@ -75,8 +75,8 @@ from .trl_replay import KEY, SupportReplay, masks_of_vllm
 _LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
 _GENERATE, _SCORE = "_generate_single_turn", "_generate_and_score_completions"
 _KEYWORD = "fused_lm_head"  # TRL's, too
-# `attach_fused_head` with what a trainer's models have in common.
-_Attach = Callable[..., None]
+# Attaches the head to a model: with a temperature, and TRL's cast_lm_head_to_fp32.
+_Attach = Callable[[Any, float, bool], None]
 
 
 class FusedGRPOTrainer(GRPOTrainer):
@@ -113,7 +113,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         exact_kl: bool = False,
         **kwargs: Any,
     ) -> None:
-        attach = _attacher(execution, logits_dtype)
+        attach = _attaching(execution, logits_dtype)
         with Patch(_constructor_patches(attach, replay_support)):
             super().__init__(*args, **kwargs)
         _prepare(self, attach, replay_support, loss, exact_kl)
@@ -159,7 +159,7 @@ class patch_trl(Patch):
         loss: OwnLossType | None = None,
         exact_kl: bool = False,
     ) -> None:
-        attach, init_of_trl = _attacher(execution, logits_dtype), GRPOTrainer.__init__
+        attach, init_of_trl = _attaching(execution, logits_dtype), GRPOTrainer.__init__
         wrappers: dict[str, Callable[..., Any]] = {
             _LOSS: _compute_loss, _LOGPS: _logps, _GENERATE: _generate, _SCORE: _score
         }  # fmt: skip
@@ -183,11 +183,26 @@ class patch_trl(Patch):
         ])  # fmt: skip
 
 
-def _attacher(execution: Execution, logits_dtype: str) -> _Attach:
-    Reused(logits_dtype=logits_dtype, execution=execution)  # refuses now what would be later
-    return partial(
-        attach_fused_head, keyword=_KEYWORD, logits_dtype=logits_dtype, execution=execution
-    )
+def _attaching(execution: Execution, logits_dtype: str) -> _Attach:
+    """Returns what attaches the head to a trainer's models; checks the options now."""
+    Reused(logits_dtype=logits_dtype, execution=execution)
+
+    def attach(model: Any, temperature: float, float32: bool) -> None:
+        if float32 and head_of(model).adapters:
+            raise ValueError(
+                "cast_lm_head_to_fp32: expected False with an adapter on lm_head, as TRL's cast "
+                "would leave the adapter out of sampling; got True"
+            )
+        attach_fused_head(
+            model,
+            temperature=temperature,
+            float32=float32,
+            keyword=_KEYWORD,
+            logits_dtype=logits_dtype,
+            execution=execution,
+        )
+
+    return attach
 
 
 def _constructor_patches(attach: _Attach, replay_support: bool) -> list[Replacement]:
@@ -202,7 +217,7 @@ def _constructor_patches(attach: _Attach, replay_support: bool) -> list[Replacem
         unknown = sorted(set(outputs) - {"log_probs", "entropy"})
         if unknown:
             raise ValueError(f"outputs: expected log_probs, entropy; got {unknown[0]!r}")
-        _attach(attach, model, temperature, cast_lm_head_to_fp32)
+        attach(model, temperature, cast_lm_head_to_fp32)
 
     class NoLayer:
         """A class without instances: TRL then finds no adapter on the head to refuse."""
@@ -212,15 +227,6 @@ def _constructor_patches(attach: _Attach, replay_support: bool) -> list[Replacem
     ours = {"add_fused_lm_head": add_fused_lm_head, "BaseTunerLayer": NoLayer}
     patches = [(grpo_trainer, name, x) for name, x in ours.items() if hasattr(grpo_trainer, name)]
     return [*patches, *masks_of_vllm()] if replay_support else patches
-
-
-def _attach(attach: _Attach, model: Any, temperature: float, float32: bool) -> None:
-    if float32 and head_of(model).adapters:
-        raise ValueError(
-            "cast_lm_head_to_fp32: expected False with an adapter on lm_head, as TRL's cast "
-            "would leave the adapter out of sampling; got True"
-        )
-    attach(model, temperature=temperature, float32=float32)
 
 
 def _prepare(
@@ -246,14 +252,15 @@ def _prepare(
             )
         for model in filter(None, (trainer.model, trainer.ref_model)):
             inner, float32 = extract_model_from_parallel(model), trainer.args.cast_lm_head_to_fp32
-            _attach(attach, inner, trainer.temperature, float32)
+            attach(inner, trainer.temperature, float32)
     check_has_head(has_fused_head(extract_model_from_parallel(trainer.model)))
     trainer._own_loss, trainer._exact_kl = loss, exact_kl
     if exact_kl:
         token_local = loss is not None or is_token_local(trainer)
         trl_exact_kl.check(trainer, token_local, replay_support)
         if trainer.ref_model is not None:
-            trainer.ref_model.requires_grad_(False)  # of a trained head each reference is a copy
+            # A head that requires grad would be copied for every reference.
+            trainer.ref_model.requires_grad_(False)
     if loss is not None:
         check_own(trainer, loss)
     if loss is not None or is_token_local(trainer):

@@ -10,7 +10,8 @@ With p and q the softmaxes, z the logits of p, d = log p - log q, m = beta q + (
 
 Each is a sum of KLs from one distribution: q, p, or m. The kernels ask the object for these terms,
 for h, and whether one sweep is enough; `triton_divergences.py` has the same as Triton functions.
-`addends` is the formula as it stands in a paper, for autograd: the slow truth takes no other.
+`addends` is the formula as it stands in a paper, for autograd: `grpo_kernels.reference` uses only
+this.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 
-class Term(NamedTuple):
+class KLTerm(NamedTuple):
     """A part of a divergence, `weight * sum a log(a / b)`, with b the divergence's `base`."""
 
     weight: float
@@ -60,7 +61,7 @@ class Divergence:
         """
         raise NotImplementedError(f"{type(self).__name__}.addends")
 
-    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[Term]:
+    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[KLTerm]:
         """The parts of L. May overwrite d, which may be NaN where p and q are 0."""
         raise NotImplementedError(f"{type(self).__name__}.terms")
 
@@ -68,10 +69,10 @@ class Divergence:
         """The distribution b from which the terms are KLs."""
         raise NotImplementedError(f"{type(self).__name__}.base")
 
-    def h(self, terms: list[Term]) -> Tensor | None:
-        """The h whose mean over p enters the gradient; inf makes the gradient infinite.
+    def h(self, terms: list[KLTerm]) -> Tensor | None:
+        """The h of the gradient `p (h - sum p h)`: dL/dp up to a constant and `scale`.
 
-        None: `p h` is p - q.
+        inf makes the gradient infinite. None: h = 1 - q/p, so that `p h` is p - q.
         """
         raise NotImplementedError(f"{type(self).__name__}.h")
 
@@ -85,13 +86,13 @@ class ReverseKL(Divergence):
     def addends(self, s: Tensor, t: Tensor) -> Tensor:
         return _times_log(s, s - t)
 
-    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[Term]:
-        return [Term(1.0, p, d)]
+    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[KLTerm]:
+        return [KLTerm(1.0, p, d)]
 
     def base(self, p: Tensor, q: Tensor) -> Tensor:
         return q
 
-    def h(self, terms: list[Term]) -> Tensor:
+    def h(self, terms: list[KLTerm]) -> Tensor:
         return terms[0].log_ratio
 
 
@@ -104,13 +105,13 @@ class ForwardKL(Divergence):
     def addends(self, s: Tensor, t: Tensor) -> Tensor:
         return _times_log(t, t - s)
 
-    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[Term]:
-        return [Term(1.0, q, -d)]
+    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[KLTerm]:
+        return [KLTerm(1.0, q, -d)]
 
     def base(self, p: Tensor, q: Tensor) -> Tensor:
         return p
 
-    def h(self, terms: list[Term]) -> None:
+    def h(self, terms: list[KLTerm]) -> None:
         return None
 
 
@@ -130,14 +131,14 @@ class JSD(Divergence):
         m = log_mixture(s, t, self.beta)
         return self.beta * _times_log(t, t - m) + (1 - self.beta) * _times_log(s, s - m)
 
-    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[Term]:
+    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[KLTerm]:
         log_pm, log_qm = to_mixture_(d, self.beta)
-        return [Term(1 - self.beta, p, log_pm), Term(self.beta, q, log_qm)]
+        return [KLTerm(1 - self.beta, p, log_pm), KLTerm(self.beta, q, log_qm)]
 
     def base(self, p: Tensor, q: Tensor) -> Tensor:
         return torch.lerp(p, q, self.beta)
 
-    def h(self, terms: list[Term]) -> Tensor:
+    def h(self, terms: list[KLTerm]) -> Tensor:
         return terms[0].log_ratio
 
 

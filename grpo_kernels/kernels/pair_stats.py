@@ -80,7 +80,7 @@ class PairStats:
         """The reference's alone."""
         return TokenStats(self.ref_logps, self.ref_logsumexp, self.ref_entropy)
 
-    def set_without_anchors(self) -> None:
+    def set_zero_anchors(self) -> None:
         """Sets what is relative to the anchors, of statistics that were computed without them."""
         self.anchor.zero_()
         self.ref_anchor.zero_()

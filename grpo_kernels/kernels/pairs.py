@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from . import LogitTransform, RowGrads
-from .divergences import Divergence, Term
+from .divergences import Divergence, KLTerm
 from .pair_stats import PairStats
 from .torch_backend import CPU_BLOCK_BYTES, logit_grads_, row_blocks, row_sums
 
-# From |log(a/b)| on, `a log(a/b) + b - a` has the digits that an expansion has below: 5.
+# Below this |log(a/b)| `a log(a/b) + b - a` is taken from an expansion, of 5 digits.
 _NEAR = 0.15
-# From this divergence on, sums of `p d` have the digits of what does not cancel.
+# Rows whose divergence is below this are summed again, by addends that do not cancel.
 _FAR = 5e-3
 # The columns among which the largest logit of a row is looked for first.
 _PART = 128
@@ -117,7 +117,7 @@ def _store(out: PairStats, values: _RowValues, has_target: Tensor) -> None:
         stats.logps.copy_(logps.masked_fill(~has_target, -torch.inf))
         stats.logsumexp.copy_(peak + log_total)
         stats.entropy.copy_(log_total - weighted / total)
-    out.set_without_anchors()
+    out.set_zero_anchors()
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:
@@ -176,7 +176,7 @@ def _divergence_and_slopes(
     else:
         for row in near.nonzero().flatten().tolist():
             at = slice(row, row + 1)
-            row_terms = [Term(x.weight, x.a[at], x.log_ratio[at]) for x in terms]
+            row_terms = [KLTerm(x.weight, x.a[at], x.log_ratio[at]) for x in terms]
             base = divergence.base(p[at], q[at])
             value[at] = _value(row_terms, base, [x[at] for x in work])
     h = divergence.h(terms)
@@ -295,7 +295,7 @@ def _softmaxes(
     return p, q, d
 
 
-def _value(terms: list[Term], base: Tensor, work: list[Tensor]) -> Tensor:
+def _value(terms: list[KLTerm], base: Tensor, work: list[Tensor]) -> Tensor:
     """The sum of a divergence's terms over the columns, none of which cancel."""
     return torch.stack([x.weight * _kl(x.a, base, x.log_ratio, work) for x in terms]).sum(0)
 

@@ -32,7 +32,6 @@ def token_stats(
     exps: Tensor | None = None,
     out: TokenStats | None = None,
     invariant: bool = False,
-    block_bytes: int | None = None,
 ) -> TokenStats:
     """Reduces raw logits `[C, V]` to statistics per row, in `out` if given.
 
@@ -50,7 +49,7 @@ def token_stats(
     if out is None:
         out = TokenStats.empty(logits, entropy=entropy, total=exps is not None)
     scratch: list[Tensor] = []
-    for rows in row_blocks(logits, block_bytes):
+    for rows in row_blocks(logits):
         local, block = transform.at(rows), logits[rows]
         z = local.apply(block)
         chain = local.softcap_slope(block) if exps is not None else None
@@ -114,14 +113,12 @@ def logit_grads_(
     transform: LogitTransform,
     grads: RowGrads,
     out: Tensor,
-    *,
-    block_bytes: int | None = None,
 ) -> None:
     """Writes the gradient of the raw logits `[C, V]` to `out [C, V]`.
 
     `out` may be `logits` itself. A target of -1 is none of the columns.
     """
-    for rows in row_blocks(logits, block_bytes):
+    for rows in row_blocks(logits):
         local, block, target = transform.at(rows), logits[rows], out[rows]
         z = local.apply(block)
         # Where nothing was transformed z is the logits themselves: work there only if they are

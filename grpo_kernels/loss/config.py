@@ -79,16 +79,17 @@ class GRPOLossConfig:
             in TRL 1.16; loops of tutorials have it off. The exact KL is no estimate: without it.
         entropy_coef: weight of the mean-entropy bonus, subtracted from the loss.
         top_entropy_quantile: share of tokens, those of highest entropy, that train, in [0, 1].
-        entropy_threshold: the entropy, in nats, from which on tokens train; None takes the quantile
-            over the call. One over a whole rollout and all ranks makes one pass enough.
+        entropy_threshold: tokens of this entropy (nats) or more train, in place of the quantile
+            over the call; needs `top_entropy_quantile` below 1. One pass is then enough unless
+            there is an entropy bonus.
         is_correction: weight for the mismatch between sampler and trainer, from `sampling_logps`:
             `"none"`; `"token_truncate"`, `"sequence_truncate"`: bounded; `"token_mask"`,
             `"sequence_mask"`: 0 outside the bounds. A sequence's is the product of its tokens',
             or with `"geometric_truncate"`, `"geometric_mask"` their geometric mean.
-        is_gate: what the bounds of a mask are of: `"ratio"`, the weight itself; of the sampled
-            token and the rest of the vocabulary as two outcomes `"binary_kl"`, the KL of the
-            sampler to the trainer in nats, or `"tv"`, the change of the token's probability. Of a
-            sequence it is the sum over its tokens, or with `"geometric_mask"` the mean.
+        is_gate: quantity that a mask compares with its bounds: `"ratio"`, the weight; or, with the
+            sampled token and the rest of the vocabulary as two outcomes, `"binary_kl"`, the KL of
+            the sampler to the trainer in nats, or `"tv"`, the change of the token's probability. A
+            sequence has the sum over its tokens, or with `"geometric_mask"` the mean.
         is_clip_max: upper bound of what `is_gate` says; None does not bound.
         is_clip_min: lower bound of the weight; None does not bound.
         off_policy_threshold: drop sequences of negative advantage whose mean log-ratio of sampler
@@ -302,6 +303,10 @@ class GRPOLossConfig:
                 "is_correction: expected 'none', 'token_truncate' or 'token_mask', as "
                 f"loss_type={self.loss_type!r} multiplies the tokens' weights itself; got "
                 f"{self.is_correction!r}"
+            )
+        if self.kl_estimator == "exact" and not self.beta:
+            raise ValueError(
+                "kl_estimator='exact' has no effect with beta=0: set beta, or another kl_estimator"
             )
         if self.kl_estimator == "exact" and self.kl_clamp is not None:
             raise ValueError(

@@ -21,7 +21,7 @@ from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy
 from .inputs import check_entropy_given, loss_inputs
 from .metrics import loss_metrics
-from .objective import exact_kl, objective_value, surrogate_scale, token_local, tokens_of
+from .objective import exact_kl, policy_objective, surrogate_scale, token_local, tokens_of
 from .tokens import LossInputs
 
 _KERNEL_ESTIMATORS = ("k1", "k2", "k3")
@@ -83,7 +83,7 @@ def grpo_loss(
     Reference: `grpo_kernels.reference.grpo_loss`, in any dtype up to float64.
     """
     check_tensor("logps", logps, dtypes=HEAD_DTYPES)
-    selected = select_backend(backend, logps.device)
+    kernels = select_backend(backend, logps.device)
     checks = ValueChecks()
     layout = Layout.of("logps", logps, cu_seqlens, checks)
     inputs = loss_inputs(
@@ -113,7 +113,7 @@ def grpo_loss(
             "entropy", entropy, shape=layout.shape, dtypes=HEAD_DTYPES, device=layout.device
         )
         flat_entropy = flatten(entropy)
-    loss, metrics = flat_loss(config, inputs, flat_logps, flat_entropy, selected)
+    loss, metrics = flat_loss(config, inputs, flat_logps, flat_entropy, kernels)
     detached = None if entropy is None else entropy.detach().float()
     return GRPOLossOutput(loss, metrics, logps.detach().float(), detached)
 
@@ -155,7 +155,7 @@ class _PolicyLoss(torch.autograd.Function):
         grad = grad_enabled and any(ctx.needs_input_grad)
         with torch.autocast(logps.device.type, enabled=False):
             entropy_float = None if entropy is None else entropy.float()
-            policy = evaluate_policy_loss(
+            policy = policy_loss_and_grads(
                 config, inputs, logps.float(), entropy_float, backend, grad=grad
             )
         # Autograd may give back one element at stride 0, which cannot be scaled in place.
@@ -183,7 +183,7 @@ def d_kl(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:
     return config.beta * inputs.weights if config.exact_kl else None
 
 
-def evaluate_policy_loss(
+def policy_loss_and_grads(
     config: GRPOLossConfig,
     inputs: LossInputs,
     logps: Tensor,
@@ -255,11 +255,11 @@ def _differentiated(
     """The objective by its definition, differentiated by autograd."""
     if not grad:
         with torch.no_grad():
-            return PolicyLossResult(objective_value(config, inputs, logps, entropy), None, None)
+            return PolicyLossResult(policy_objective(config, inputs, logps, entropy), None, None)
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (logps, entropy) if x is not None]
         logps, entropy = leaves[0], leaves[1] if entropy is not None else None
-        loss = objective_value(config, inputs, logps, entropy, stable_kl=True)
+        loss = policy_objective(config, inputs, logps, entropy, stable_kl=True)
         d_logps, *d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
     policy = PolicyLossResult(
         loss.detach(),

@@ -50,7 +50,7 @@ from .tokens import (
 _KL_LOG_RATIO = 20.0
 
 
-def objective_value(
+def policy_objective(
     config: GRPOLossConfig,
     inputs: LossInputs,
     logps: Tensor,

@@ -19,11 +19,15 @@ MAX_LOG_RATIO = 80.0
 class LossInputs:
     """The constants of a policy loss, flat `[N]`: all that is known before the log-probs are.
 
-    `count`, 0-d, is the number of unmasked tokens. `mask` None means that every token counts;
-    values at masked tokens are never used. `importance_sampling_weights` are those of the sampler,
-    None where they are not known beforehand. `ce_weights` are those of the cross-entropy term
-    (`cross_entropy.py`), whose tokens may be masked ones. `kl` is the exact one of each token,
-    which comes with the log-probs.
+    Values at masked tokens are never used.
+
+    Attributes:
+        weights: the weight w of each token in the loss (`objective.py`).
+        count: the number of unmasked tokens, 0-d.
+        mask: bool; None: every token counts.
+        importance_sampling_weights: of `is_correction`; None if they need the log-probs.
+        ce_weights: of the cross-entropy term (`cross_entropy.py`), at masked tokens too.
+        kl: the exact KL of each token, which comes with the log-probs.
     """
 
     advantages: Tensor
