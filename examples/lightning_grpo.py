@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from problems import ADDITION, addition
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_kernels import GRPOLossConfig, group_advantages
 from grpo_kernels.integrations.hf_head import evaluating
@@ -88,8 +88,8 @@ class Rollouts(IterableDataset):
         world, rank = self.policy.trainer.world_size, self.policy.global_rank
         torch.manual_seed(int(torch.randint(2**31, ())) + rank)  # each device draws its own
         for n in range(self.count):
-            wanted = range(first := (n * world + rank) * self.prompts, first + self.prompts)
-            problems = [self.problems[i % len(self.problems)] for i in wanted]
+            turns = range(first := (n * world + rank) * self.prompts, first + self.prompts)
+            problems = [self.problems[i % len(self.problems)] for i in turns]
             rollout = self.sample([p for p in problems for _ in range(self.group)])
             for _ in range(self.mu):
                 for rows in torch.randperm(len(rollout["ids"])).split(self.minibatch):
@@ -103,11 +103,12 @@ class Rollouts(IterableDataset):
         encoded = tokenizer(prompts, return_tensors="pt", padding=True).to(self.policy.device)
         eos = model.generation_config.eos_token_id  # one, several, or None
         eos = [*{tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}]
+        # The model's own may have a temperature and penalties: another policy would sample.
+        model.base_model.model.generation_config = GenerationConfig(
+            do_sample=True, top_k=0, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id
+        )
         with evaluating(model):
-            ids = model.generate(
-                **encoded, max_new_tokens=self.length, do_sample=True, top_p=0.95,
-                pad_token_id=tokenizer.pad_token_id, eos_token_id=eos,
-            )  # fmt: skip
+            ids = model.generate(**encoded, max_new_tokens=self.length)
         said = ids[:, encoded["input_ids"].shape[1] :]
         ends = torch.isin(said, torch.tensor(eos, device=said.device)).long()
         spoken = (ends.cumsum(1) - ends == 0).long()  # up to the first end, which counts
