@@ -39,7 +39,7 @@ class Batch:
     support: Support | None = None  # of the B * T tokens: the sets that they were sampled from
 
     @staticmethod
-    def of_rows(
+    def from_rows(
         prompts: Sequence[Sequence[int]], prompt_of: Sequence[int],
         completions: Sequence[Sequence[int]], pad_id: int, device: Any = None,
     ) -> Batch:  # fmt: skip
@@ -64,19 +64,19 @@ class Cached(NamedTuple):
     keys_and_values: Any
 
     @staticmethod
-    def of(output: Any) -> Cached | None:
+    def from_output(output: Any) -> Cached | None:
         """Returns the cache in a model's output, or None where it has none."""
         from transformers import Cache
 
-        found = (Cached(name, x) for name, x in output.items() if isinstance(x, Cache))
-        return next(found, None)
+        caches = (Cached(name, x) for name, x in output.items() if isinstance(x, Cache))
+        return next(caches, None)
 
     def check_has(self, length: int, model: Any) -> None:
         """Refuses a model that did not go on from the cache, which would have `length` tokens."""
-        if (found := self.keys_and_values.get_seq_length()) < length:
+        if (present := self.keys_and_values.get_seq_length()) < length:
             raise RuntimeError(
                 f"share_prompts: expected {type(model).__name__} to go on from {self.name}, to "
-                f"{length} tokens; got {found} in it: turn share_prompts off"
+                f"{length} tokens; got {present} in it: turn share_prompts off"
             )
 
 
@@ -98,7 +98,7 @@ class Policy(nn.Module):
         self.why_not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
 
     @staticmethod
-    def of_run(model: nn.Module, config: TrainingConfig) -> Policy:
+    def from_config(model: nn.Module, config: TrainingConfig) -> Policy:
         """The policy of a run, or its reference."""
         return Policy(
             model, share_prompts=config.share_prompts, temperature=config.temperature,
@@ -132,7 +132,7 @@ class Policy(nn.Module):
         self, batch: Batch, entropy: bool = False, *, execution: Execution = Execution(),  # noqa: B008
         logits_dtype: str | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """`[B, T]` log-probs of the completions, and their entropy if it is wanted.
+        """`[B, T]` log-probs of the completions, and their entropy if asked for.
 
         `logits_dtype` None is the policy's own.
         """
@@ -206,7 +206,7 @@ class Policy(nn.Module):
         out = self._body(
             input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True
         )
-        cache = Cached.of(out)
+        cache = Cached.from_output(out)
         if cache is None:
             raise RuntimeError(
                 f"share_prompts: expected {type(self._body).__name__} to return a key-value cache, "
@@ -280,14 +280,14 @@ def _cache_of_a_token(model: Any) -> Cached | None:
     with evaluating(model), without_memory() if forecast else nullcontext():
         state = without_values(body) if forecast else {}
         ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if forecast else device)
-        given = {"input_ids": ids, "use_cache": True}
-        return Cached.of(torch.func.functional_call(body, state, (), given))
+        inputs = {"input_ids": ids, "use_cache": True}
+        return Cached.from_output(torch.func.functional_call(body, state, (), inputs))
 
 
 def without_values(module: nn.Module) -> dict[str, Tensor]:
     """A CPU's tensors for a module on the meta device, to be made in a block `without_memory`."""
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {
         name: torch.empty(x.shape, dtype=x.dtype, device="cpu", requires_grad=x.requires_grad)
-        for name, x in own.items()
+        for name, x in tensors.items()
     }

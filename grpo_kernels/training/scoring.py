@@ -51,16 +51,18 @@ class Scorer:
         )  # fmt: skip
         return pad_plan(plan, ranks.reduce(self.accelerator, len(plan), max))
 
-    def trained(self, samples: Samples, number: int, rows: Sequence[int]) -> list[int]:
-        """The completions of `rows` that the rollout's update `number` does not leave out."""
+    def trainable_rows(
+        self, samples: Samples, rows: Sequence[int], *, first_update: bool
+    ) -> list[int]:
+        """The completions of `rows` that an update does not leave out."""
         c = self.config
         if not (c.skip_untrained and c.loss_config().gradient_needs_advantage):
             return list(rows)
-        trained = [i for i in rows if samples.may_train[i]]
-        if number == 0 and samples.sampling_logps is not None and not trained:
+        trainable = [i for i in rows if samples.may_train[i]]
+        if first_update and samples.sampling_logps is not None and not trainable:
             # Some rows all the same, whose gradient is 0: they tell the gap to the sampler.
             return [i for i in rows if samples.token_counts[i]][: c.micro_batch_size]
-        return trained
+        return trainable
 
     def score(self, samples: Samples, minibatches: Plan) -> Scores:
         """The log-probs and the threshold that the updates on `minibatches` compare with."""
@@ -69,8 +71,12 @@ class Scorer:
         quantile_of_rollout = config.top_entropy_quantile < 1 and config.entropy_threshold is None
         # In a rollout's first update the policy is the one that sampled, and the ratio is 1.
         if config.minibatches > 1:  # in the same parts as then, so that states have the same bits
-            trained = (self.trained(samples, *x) for x in enumerate(minibatches))
-            parts = [part for rows in trained for part in self.plan(samples, rows)]
+            parts = [
+                part for i, rows in enumerate(minibatches)
+                for part in self.plan(
+                    samples, self.trainable_rows(samples, rows, first_update=i == 0)
+                )
+            ]  # fmt: skip
         with self._in_forwards():
             if config.minibatches > 1:
                 scores = replace(scores, old_logps=self._logps(self.policy, samples, parts)[0])
@@ -80,8 +86,8 @@ class Scorer:
                 with self.reference.active(self.policy) as reference:
                     scores = replace(scores, ref_logps=self._logps(reference, samples, plan)[0])
         if quantile_of_rollout:
-            share, of_tokens = config.top_entropy_quantile, entropy[samples.mask != 0]
-            threshold = ranks.top_quantile(self.accelerator, of_tokens, share)
+            share, entropies = config.top_entropy_quantile, entropy[samples.mask != 0]
+            threshold = ranks.top_quantile(self.accelerator, entropies, share)
             scores = replace(scores, entropy_threshold=threshold)
         return scores
 
@@ -96,16 +102,16 @@ class Scorer:
         """Warns where sampler and policy do not round their logits alike."""
         if samples.sampling_logps is None or ranks.gemm_dtype(self.config) == "float32":
             return
-        some = self.plan(samples, range(len(samples.texts)))[:1]
+        part, *_ = self.plan(samples, range(len(samples.texts)))
         with self._in_forwards():
             by_policy = [
-                self._logps(self.policy, samples, some, logits_dtype=x)[0] for x in LOGITS_DTYPES
+                self._logps(self.policy, samples, [part], logits_dtype=x)[0] for x in LOGITS_DTYPES
             ]
-        given = (samples.sampling_logps, *by_policy, samples.mask)
-        sampled, fp32, model, mask = (x[some[0]] for x in given)
-        found = check_sampler(sampled, fp32, model, mask) if mask.any() else None
-        if found is not None and found.closer not in (None, self.config.logits_dtype):
-            self.run.warn(str(found))
+        tensors = (samples.sampling_logps, *by_policy, samples.mask)
+        sampled, fp32, model, mask = (x[part] for x in tensors)
+        check = check_sampler(sampled, fp32, model, mask) if mask.any() else None
+        if check is not None and check.closer not in (None, self.config.logits_dtype):
+            self.run.warn(str(check))
 
     def _in_forwards(self) -> AbstractContextManager[None]:
         """Forwards in which one process may run out of memory; nothing else is exchanged inside."""
@@ -115,7 +121,7 @@ class Scorer:
         self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False,
         logits_dtype: str | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """`[B, T]` log-probs under the policy, and its entropies (0 unless they are wanted)."""
+        """`[B, T]` log-probs under the policy, and its entropies (0 unless asked for)."""
         logps, entropies = torch.zeros(
             2, *samples.mask.shape, dtype=torch.float32, device=samples.mask.device
         )

@@ -1,4 +1,4 @@
-"""`VLLMRollout`: completions by vLLM in this process, which is given the weights.
+"""`VLLMRollout`: completions by vLLM in this process, which gets the weights.
 
 Who wants vLLM as a server has a trainer with one, verl or TRL, whose head this library can be.
 """
@@ -38,6 +38,7 @@ class Sampled(NamedTuple):
     token_ids: list[int]
     logps: list[float] | None
     kept: list[list[int]] | None  # the set that each token was sampled from
+    stopped: bool  # by a stop string
 
 
 class VLLMRollout:
@@ -105,7 +106,7 @@ class VLLMRollout:
         """Gives vLLM the policy's weights; every process calls it."""
         weights = extension.names_and_weights(self.model)
         count = len(extension.names_of(self.model))
-        with torch.no_grad(), self._own_precision(), self._in_all_processes():
+        with torch.no_grad(), self._without_autocast(), self._in_all_processes():
             if self.sleeps:
                 self.llm.wake_up(tags=["weights"])
             self.llm.collective_rpc("grpo_kernels_load", args=(weights, count))
@@ -119,7 +120,7 @@ class VLLMRollout:
         # Of the step's generator: a run that goes on from a checkpoint draws the same.
         seeds = torch.randint(2**31 - 1, (len(prompts),)).tolist()
         request = self._request(count, sampling)
-        with self._own_precision(), self._in_all_processes():
+        with self._without_autocast(), self._in_all_processes():
             sampled = self._generate(prompts, seeds, request)
         # The likeliest completion is asked for once, and repeated.
         repeats = count // request["n"]
@@ -139,10 +140,10 @@ class VLLMRollout:
         done = self.llm.generate(inputs, params, use_tqdm=False)
         if self.sleeps:
             self.llm.sleep(level=1)
-        return [_of_output(output) for answer in done for output in answer.outputs]
+        return [_sampled(output) for answer in done for output in answer.outputs]
 
-    def _own_precision(self) -> Any:
-        """Outside of the trainer's autocast: neither vLLM's nor a merged adapter's products."""
+    def _without_autocast(self) -> Any:
+        """A block without the trainer's autocast, for vLLM's and a merged adapter's products."""
         return torch.autocast(self.accelerator.device.type, enabled=False)
 
     def _in_all_processes(self) -> Any:
@@ -169,7 +170,7 @@ class VLLMRollout:
         }  # fmt: skip
 
     def _completion(self, one: Sampled, sampling: SamplingParams) -> Completion:
-        cut = completion(one.token_ids, self.eos, sampling, self.tokenizer)
+        cut = completion(one.token_ids, self.eos, sampling, self.tokenizer, stopped=one.stopped)
         n = len(cut.token_ids)
         support = None
         if sampling.record_support and one.kept is not None:
@@ -196,13 +197,15 @@ class VLLMRollout:
             )
 
 
-def _of_output(output: Any) -> Sampled:
+def _sampled(output: Any) -> Sampled:
     ids = list(output.token_ids)
     logps = output.logprobs and [
         row[token].logprob for token, row in zip(ids, output.logprobs, strict=True)
     ]
     mask = getattr(output, "sampling_mask", None)
-    return Sampled(ids, logps, None if mask is None else mask.token_ids)
+    # A token's id where it was an end token.
+    stopped = isinstance(output.stop_reason, str)
+    return Sampled(ids, logps, None if mask is None else mask.token_ids, stopped)
 
 
 def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
@@ -227,9 +230,9 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
         # Blocks in which all rows fit, each with the tokens of the longest.
         blocks = (rows + 1) * (-(-length // _CPU_BLOCK_SIZE) + 1)
         width = getattr(torch, options["dtype"]).itemsize
-        wanted = kv_cache_bytes(text, blocks * _CPU_BLOCK_SIZE, width)
+        needed = kv_cache_bytes(text, blocks * _CPU_BLOCK_SIZE, width)
         room = psutil.virtual_memory().available // 2
-        options |= {"enforce_eager": True, "kv_cache_memory_bytes": min(wanted, room)}
+        options |= {"enforce_eager": True, "kv_cache_memory_bytes": min(needed, room)}
         # A prompt that is read in parts has its generator's offset set back, and torch's on a CPU
         # has none: the engine would end ("CPU Generator does not use offset").
         options["enable_chunked_prefill"] = False
