@@ -115,16 +115,16 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     history: list[float] = []
 
     for step in range(1, args.steps + 1):
-        some = draw.choices(sums, k=BATCH)
-        tokens, mask = completions_of(student, tokenizer, some, sample=True)
+        batch = draw.choices(sums, k=BATCH)
+        tokens, mask = completions_of(student, tokenizer, batch, sample=True)
         start = time.perf_counter()
         with torch.no_grad():
-            theirs = states_of(teacher, tokenizer, some, tokens, before=SHOWN)[mask]
-        states = states_of(student, tokenizer, some, tokens)[mask]  # [N, H]
-        other = Reference(theirs, teacher_head)
-        loss_of(args.signal, states, student_head, other, tokens[mask]).backward()
+            teacher_states = states_of(teacher, tokenizer, batch, tokens, before=SHOWN)[mask]
+        states = states_of(student, tokenizer, batch, tokens)[mask]  # [N, H]
+        reference = Reference(teacher_states, teacher_head)
+        loss_of(args.signal, states, student_head, reference, tokens[mask]).backward()
         with torch.no_grad():
-            kl = fused_distillation_loss(states, student_head, other).loss
+            kl = fused_distillation_loss(states, student_head, reference).loss
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -64,7 +64,7 @@ class GRPO(lightning.LightningModule):
 
 
 class Rollouts(IterableDataset):
-    """`count` rollouts per device of the policy, each given `mu` times in minibatches.
+    """`count` rollouts per device of the policy, each yielded `mu` times in minibatches.
 
     A problem is a dict with a `prompt` and the columns that `reward(prompts, completions,
     **columns)` wants; a rollout has `group` completions, of at most `length` tokens, for each of
@@ -109,17 +109,17 @@ class Rollouts(IterableDataset):
         )
         with evaluating(model):
             ids = model.generate(**encoded, max_new_tokens=self.length)
-        said = ids[:, encoded["input_ids"].shape[1] :]
-        ends = torch.isin(said, torch.tensor(eos, device=said.device)).long()
-        spoken = (ends.cumsum(1) - ends == 0).long()  # up to the first end, which counts
-        texts = [tokenizer.decode(row[own]) for row, own in zip(said, spoken > ends, strict=True)]
+        tokens = ids[:, encoded["input_ids"].shape[1] :]
+        ends = torch.isin(tokens, torch.tensor(eos, device=tokens.device)).long()
+        mask = (ends.cumsum(1) - ends == 0).long()  # up to the first end, which counts
+        texts = [tokenizer.decode(row[x]) for row, x in zip(tokens, mask > ends, strict=True)]
         reward = torch.tensor(self.reward(prompts, texts, **columns), device=ids.device)
         batch = {
             "ids": ids, "reward": reward.float(),
-            "attention": torch.cat([encoded["attention_mask"], spoken], 1),
-            "mask": torch.cat([torch.zeros_like(encoded["attention_mask"]), spoken], 1),
+            "attention": torch.cat([encoded["attention_mask"], mask], 1),
+            "mask": torch.cat([torch.zeros_like(encoded["attention_mask"]), mask], 1),
             "advantages": group_advantages(reward.float(), self.group),
-            "old_logps": torch.zeros_like(said, dtype=torch.float32),
+            "old_logps": torch.zeros_like(tokens, dtype=torch.float32),
         }  # fmt: skip
         old = self.policy.score(batch).logps
         with model.disable_adapter():

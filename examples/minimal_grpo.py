@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         attention = torch.cat([prompts.attention_mask, mask], 1)
 
         # 2. Judge them, and compare each with its group.
-        texts = [tokenizer.decode(row[own]) for row, own in zip(tokens, mask > ends, strict=True)]
+        texts = [tokenizer.decode(row[x]) for row, x in zip(tokens, mask > ends, strict=True)]
         rewards = torch.tensor([reward(t, a + b) for t, (a, b) in zip(texts, pairs, strict=True)])
         advantages = group_advantages(rewards, GROUP).to(device)  # [B]
 

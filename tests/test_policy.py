@@ -12,7 +12,12 @@ from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.training import load_model
 from grpo_kernels.training.policy import Batch, Cached, Policy
-from grpo_kernels.training.rollout import GenerateRollout, SamplingParams, completion, end_tokens
+from grpo_kernels.training.rollout import (
+    GenerateRollout,
+    SamplingParams,
+    cut_completion,
+    end_tokens,
+)
 from tests.helpers.tiny_models import FAMILIES, make_model, make_tokenizer
 from tests.helpers.trainer_runs import assert_same_grads, config_of, trainer_of
 
@@ -198,7 +203,7 @@ class Words:
     ),
 )
 def test_a_completion_ends_once(row, stop, expected):
-    done = completion(row, [0, 5], SamplingParams(8, stop=stop), Words())
+    done = cut_completion(row, [0, 5], SamplingParams(8, stop=stop), Words())
     assert (done.token_ids, done.ended) == expected
 
 

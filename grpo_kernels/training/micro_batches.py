@@ -16,7 +16,7 @@ Plan = list[list[int]]
 
 
 class Size(NamedTuple):
-    """The size of a batch: completions, and tokens that are not masked."""
+    """The size of a batch: completions, and unmasked tokens."""
 
     rows: int
     tokens: int
@@ -72,7 +72,7 @@ def pad_plan(plan: Plan, count: int) -> Plan:
 
 
 def num_items(config: GRPOLossConfig, update: Size, world: int) -> float:
-    """The denominator of every part's loss with which the gradients add up to the update's.
+    """Returns the denominator of every part's loss with which the gradients add up to the update's.
 
     Args:
         config: says what the loss is averaged over.
@@ -84,9 +84,9 @@ def num_items(config: GRPOLossConfig, update: Size, world: int) -> float:
 
 
 def config_of_part(config: GRPOLossConfig, part: Size, update: Size, world: int) -> GRPOLossConfig:
-    """The config of a part, whose entropy bonus is a mean over the part's own tokens.
+    """Returns the config of a part, whose entropy bonus is a mean over the part's tokens.
 
-    That of a part without tokens is not 0, so that every process computes entropies or none does.
+    A part without tokens has a bonus, too, so that every process computes entropies or none does.
     """
     if not config.entropy_coef:
         return config

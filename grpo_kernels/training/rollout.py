@@ -1,4 +1,4 @@
-"""Rollouts: who samples completions, and what is checked of those that come back."""
+"""Rollouts: the protocol, one by `model.generate`, and the checks of completions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Completion:
     token_ids: list[int]
     ended: bool  # by an end-of-sequence token or a stop string; else it was cut
     logps: list[float] | None = None  # one per token, under the policy that sampled
-    # What `top_k`, `top_p` and `min_p` kept of each token, on a CPU; None: the whole vocabulary.
+    # The ids that `top_k`, `top_p` and `min_p` left for each token, on a CPU; None: all ids.
     # Tensors have no == to one bool.
     support: Support | None = field(default=None, compare=False)
     sampled: list[bool] | None = None  # one per token: whether the policy sampled it; None: all
@@ -72,18 +72,18 @@ class Completion:
 
 
 class RolloutError(StepError, ValueError):
-    """A rollout that cannot go on, or that returned what are no completions."""
+    """Error of a rollout that cannot go on, or that returned something else than completions."""
 
 
 class Rollout(Protocol):
     """Samples from the policy as it is now, in this process or on a server.
 
-    It may have two attributes more, or hand on those of the rollout that it wraps:
+    A rollout may have two more attributes, or hand on those of the rollout that it wraps:
 
     - `update_weights()`, if it keeps a copy of the weights: takes the policy's. The trainer calls
       it, in every process, after the weights have changed and before completions are sampled.
     - `why_gap`, if nothing is to be trained on samples whose log-probs are not the policy's: the
-      dtype that explains a gap, as torch calls it; None: any gap is explained.
+      dtype that explains a gap, as torch calls it. None: any gap is explained.
     """
 
     def __call__(
@@ -98,7 +98,7 @@ class Rollout(Protocol):
 
 
 class GenerateRollout:
-    """`model.generate`, which encodes the prompt of a group once where the cache allows it."""
+    """Samples by `model.generate`; encodes the prompt of a group once, if the cache allows it."""
 
     def __init__(self, policy: Any, tokenizer: Any) -> None:
         self.policy, self.tokenizer = policy, tokenizer
@@ -142,7 +142,7 @@ class GenerateRollout:
         lengths = [0] * len(rows) if stop is None else stop.lengths()
         done = [
             # Rows that stop before others are padded.
-            completion(row[: n or None], eos, sampling, self.tokenizer, stopped=n > 0)
+            cut_completion(row[: n or None], eos, sampling, self.tokenizer, stopped=n > 0)
             for row, n in zip(rows, lengths, strict=True)
         ]
         if recorder is None:
@@ -234,10 +234,10 @@ class Sampler:
         return done
 
     def texts(self, completions: Sequence[Completion], *, transcripts: bool = False) -> list[str]:
-        """Decodes the sampled tokens; as `transcripts` those of tools, too.
+        """Decodes the sampled tokens; for `transcripts` the tokens of tools, too.
 
-        Without special tokens that end, begin or pad it. Others are text: a tokenizer may have
-        `<think>` among them.
+        Special tokens that begin, end or pad a completion are left out. Others are text: a
+        tokenizer may have `<think>` among them.
         """
         rows = [c.token_ids if transcripts else c.sampled_ids for c in completions]
         rows = [[token for token in row if token not in self._no_text] for row in rows]
@@ -255,10 +255,10 @@ class Sampler:
 
 
 def check_completion(name: str, one: object, vocabulary: int, longest: int) -> None:
-    """Refuses what is no completion of 1 to `longest` tokens below `vocabulary`.
+    """Checks that an object is a completion of 1 to `longest` tokens below `vocabulary`.
 
     Raises:
-        RolloutError: begins with `name`.
+        RolloutError: it is not; the message begins with `name`.
     """
     if not isinstance(one, Completion) or not one.token_ids:
         raise RolloutError(f"{name}: expected a Completion with a token; got {one!r}")
@@ -293,7 +293,7 @@ def check_completion(name: str, one: object, vocabulary: int, longest: int) -> N
 
 
 def _check_offsets(name: str, support: object, T: int) -> None:
-    """Refuses what are not the supports of `T` tokens, on a CPU."""
+    """Checks that a support is one of `T` tokens, on a CPU."""
     ids, offsets = check_support(support, T, torch.device("cpu"), name)
     first, last, K = int(offsets[0]), int(offsets[-1]), len(ids)
     if first or last != K or bool((offsets.diff() < 0).any()):
@@ -320,7 +320,7 @@ def _is_finite(number: Any) -> bool:
 def pad(
     rows: Sequence[Sequence[int]], value: int, *, left: bool = False, device: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """`[B, longest]` ids and their mask, both int64, padded on the right or on the left."""
+    """Pads rows to `[B, longest]` ids and their mask, both int64, on the right or on the left."""
     longest = max(map(len, rows), default=0)
     ids = torch.full((len(rows), longest), value, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -332,13 +332,13 @@ def pad(
 
 
 def vocabulary_of(model: Any) -> int:
-    """The size of the model's vocabulary."""
+    """Returns the size of the model's vocabulary."""
     embeddings = model.get_input_embeddings()
     return int(getattr(embeddings, "base_layer", embeddings).num_embeddings)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a completion: the model's, which may have several, and the tokenizer's.
+    """Returns the tokens that end a completion: the model's, which may be several, the tokenizer's.
 
     A chat template may end a turn with a token that the model's `generation_config` lacks.
     """
@@ -348,13 +348,13 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return [*dict.fromkeys(ends)]
 
 
-def completion(
+def cut_completion(
     row: Sequence[int], eos: Sequence[int], sampling: SamplingParams, tokenizer: Any, *,
     stopped: bool = False,
 ) -> Completion:  # fmt: skip
-    """Cuts a row after its first end: a token, or a stop string.
+    """Cuts a row after the first end token or stop string.
 
-    `stopped`: its sampler saw a stop string at its end, which its text may show otherwise.
+    `stopped`: the sampler ended the row at a stop string, which the decoded row may lack.
     """
     ends = set(eos)
     length = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
@@ -367,7 +367,7 @@ def completion(
 
 
 def _stopped_after(row: Sequence[int], stop: Sequence[str], tokenizer: Any) -> int | None:
-    """The smallest number of tokens whose text has a stop string, by bisection."""
+    """Finds the smallest number of tokens whose text has a stop string, by bisection."""
 
     def stops(length: int) -> bool:
         text = tokenizer.decode(row[:length], skip_special_tokens=False)

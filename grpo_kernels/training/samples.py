@@ -27,7 +27,7 @@ from .rollout import Completion, Sampler, pad
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Part of a rollout that one process has: `B` completions of `P` prompts, sorted by prompt."""
+    """The part of a rollout in one process: `B` completions of `P` prompts, sorted by prompt."""
 
     problems: list[Problem]  # [P]
     prompts: list[list[int]]  # [P], token ids
@@ -47,7 +47,7 @@ class Samples:
 
     @cached_property
     def token_counts(self) -> list[int]:
-        """The number of tokens of each completion that the mask keeps."""
+        """The number of unmasked tokens of each completion."""
         counts: list[int] = self.mask.sum(1).tolist()
         return counts
 
@@ -62,23 +62,23 @@ class Samples:
 
     @property
     def support_sizes(self) -> Tensor:
-        """The sizes of the kept sets of the completions' tokens: int64, 1-D."""
+        """The sizes of the supports of the completions' tokens: int64, 1-D."""
         sizes = [c.support.offsets.diff() for c in self.completions if c.support is not None]
         return torch.cat([torch.zeros(0, dtype=torch.int64), *sizes]).long()
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each completion, whoever they are from."""
+        """The number of tokens of each completion, those of tools included."""
         return [len(c.token_ids) for c in self.completions]
 
     def size(self, rows: Sequence[int]) -> Size:
-        """The number of these rows, and of their tokens that the mask keeps."""
+        """The number of these rows, and of their unmasked tokens."""
         return Size(len(rows), sum(self.token_counts[i] for i in rows))
 
     def batch(self, rows: Sequence[int], pad_id: int) -> tuple[Batch, Tensor]:
         """Makes a batch of rows; returns it and the row numbers, on the mask's device.
 
-        Without rows it is the last completion, all masked: a forward that counts for nothing.
+        Without rows the batch is the last completion, all masked: its forward counts for nothing.
         """
         chosen, device = rows or [len(self.completions) - 1], self.mask.device
         batch = Batch.from_rows(
@@ -99,7 +99,7 @@ class Samples:
 class Scores:
     """Log-probs `[B, T]` that updates on samples compare with, None where they do not.
 
-    `entropy_threshold` is of the whole rollout.
+    `entropy_threshold` is that of the rollout's tokens in all processes.
     """
 
     old_logps: Tensor | None = None
@@ -120,8 +120,7 @@ def constants(
 ) -> dict[str, Any]:
     """Options of `fused_grpo_loss` for the first `T` tokens of rows.
 
-    That is their log-probs under other policies, and the weights of a cross-entropy, divided by
-    `ce_items`.
+    They are log-probs under other policies, and the weights of a cross-entropy over `ce_items`.
     """
     weights = samples.ce_weights
     tensors = {
@@ -165,7 +164,7 @@ def judge_completions(
         transcripts=keywords["transcripts"],
         rewards=table,
         rewards_total=weighted_sum(table, config.reward_weights),
-        advantages=advantages_of(table, config, accelerator).to(device),
+        advantages=group_relative_advantages(table, config, accelerator).to(device),
         mask=mask,
         correct=correct,
         timed_out=timed_out() - before,
@@ -175,8 +174,10 @@ def judge_completions(
     )
 
 
-def advantages_of(rewards: Tensor, config: TrainingConfig, accelerator: Accelerator) -> Tensor:
-    """`[B]` advantages of this process's completions, from its `[B, R]` rewards and all others'.
+def group_relative_advantages(
+    rewards: Tensor, config: TrainingConfig, accelerator: Accelerator
+) -> Tensor:
+    """Returns `[B]` advantages of this process's completions from the `[B, R]` rewards of all.
 
     Raises:
         RewardError: no function scored any completion; on every rank.
@@ -195,14 +196,14 @@ def advantages_of(rewards: Tensor, config: TrainingConfig, accelerator: Accelera
 
 
 def completion_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor:
-    """`[B, T]`, int64: 1 for sampled tokens, unless truncated completions are dropped; else 0."""
+    """Makes an int64 `[B, T]` mask of sampled tokens, if asked for without cut completions."""
     mask = pad([c.sampled_flags for c in completions], 0)[0]
     ended = torch.tensor([[c.ended] for c in completions], dtype=torch.int64)
     return mask * ended if drop_truncated else mask
 
 
 def per_token(rows: Sequence[Sequence[float] | None], mask: Tensor) -> Tensor:
-    """`[B, T]` numbers of tokens on the mask's device, 0 where there are none."""
+    """Pads numbers per token to `[B, T]` on the mask's device, with 0 where there are none."""
     padded = torch.zeros(mask.shape, dtype=torch.float32)
     for row, numbers in zip(padded, rows, strict=True):
         if numbers is not None:

@@ -54,7 +54,7 @@ class Scorer:
     def trainable_rows(
         self, samples: Samples, rows: Sequence[int], *, first_update: bool
     ) -> list[int]:
-        """The completions of `rows` that an update does not leave out."""
+        """Returns the completions of `rows` that an update does not leave out."""
         c = self.config
         if not (c.skip_untrained and c.loss_config().gradient_needs_advantage):
             return list(rows)
@@ -65,7 +65,7 @@ class Scorer:
         return trainable
 
     def score(self, samples: Samples, minibatches: Plan) -> Scores:
-        """The log-probs and the threshold that the updates on `minibatches` compare with."""
+        """Computes the log-probs and the threshold that updates on `minibatches` compare with."""
         config, scores = self.config, Scores()
         plan = self.plan(samples, range(len(samples.texts)))
         quantile_of_rollout = config.top_entropy_quantile < 1 and config.entropy_threshold is None
@@ -92,7 +92,7 @@ class Scorer:
         return scores
 
     def reference_of(self, batch: Batch) -> Reference | None:
-        """The reference's states of a micro-batch and its head, where the KL is the exact one."""
+        """Returns the reference's states of a micro-batch and its head, if the KL is exact."""
         if self.reference is None or not self.config.loss_config().exact_kl:
             return None
         with self.reference.active(self.policy) as reference:
@@ -114,14 +114,14 @@ class Scorer:
             self.run.warn(str(check))
 
     def _in_forwards(self) -> AbstractContextManager[None]:
-        """Forwards in which one process may run out of memory; nothing else is exchanged inside."""
+        """Starts a block of forwards in which one process may run out of memory."""
         return self.run.interruptions.shared()
 
     def _logps(
         self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False,
         logits_dtype: str | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """`[B, T]` log-probs under the policy, and its entropies (0 unless asked for)."""
+        """Computes `[B, T]` log-probs under the policy, and entropies (0 unless asked for)."""
         logps, entropies = torch.zeros(
             2, *samples.mask.shape, dtype=torch.float32, device=samples.mask.device
         )
@@ -140,11 +140,11 @@ class Scorer:
 
 
 def checked_gap(row: Mapping[str, float], dtype: str | None, run: Run) -> dict[str, float]:
-    """The gap between the log-probs of sampler and policy, before the policy's first update.
+    """Returns the gap between the log-probs of sampler and policy, before the first update.
 
     Args:
         row: metrics of the loss.
-        dtype: that explains a gap, as torch calls it; None: any gap is explained.
+        dtype: explains a gap; a name of torch. None: any gap is explained.
         run: keeps the gap of its first step.
 
     Raises:

@@ -21,23 +21,23 @@ from ..integrations import vllm as extension
 from ..integrations.generation import support_of
 from . import ranks
 from .config import TrainingConfig
-from .rollout import Completion, RolloutError, SamplingParams, completion, end_tokens
+from .rollout import Completion, RolloutError, SamplingParams, cut_completion, end_tokens
 
 # Versions that the tests have run with.
 TESTED = ((0, 28), (0, 32))
 # Tokens in a block of vLLM's cache on a CPU, the fewest that its kernel takes. Completions share
 # the full blocks of their prompt; of vLLM's own 128 tokens, a short prompt fills one or none.
 _CPU_BLOCK_SIZE = 32
-# Set unless they are set.
+# Environment variables that are set unless the caller has set them.
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 class Sampled(NamedTuple):
-    """Completion as the engine returns it."""
+    """A completion as the engine returns it."""
 
     token_ids: list[int]
     logps: list[float] | None
-    kept: list[list[int]] | None  # the set that each token was sampled from
+    support_ids: list[list[int]] | None  # the ids that each token was sampled from
     stopped: bool  # by a stop string
 
 
@@ -83,7 +83,7 @@ class VLLMRollout:
         if processes > 1:
             options["distributed_executor_backend"] = "external_launcher"
         os.environ |= {**_ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        with _process_as_it_was():
+        with _restore_process():
             from vllm import LLM
 
             try:
@@ -103,7 +103,7 @@ class VLLMRollout:
         return "bfloat16" if low else "float32"
 
     def update_weights(self) -> None:
-        """Gives vLLM the policy's weights; every process calls it."""
+        """Sends vLLM the policy's weights; every process calls it."""
         weights = extension.names_and_weights(self.model)
         count = len(extension.names_of(self.model))
         with torch.no_grad(), self._without_autocast(), self._in_all_processes():
@@ -117,7 +117,7 @@ class VLLMRollout:
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
-        # Of the step's generator: a run that goes on from a checkpoint draws the same.
+        # By the step's generator: a run that goes on from a checkpoint draws the same.
         seeds = torch.randint(2**31 - 1, (len(prompts),)).tolist()
         request = self._request(count, sampling)
         with self._without_autocast(), self._in_all_processes():
@@ -170,11 +170,11 @@ class VLLMRollout:
         }  # fmt: skip
 
     def _completion(self, one: Sampled, sampling: SamplingParams) -> Completion:
-        cut = completion(one.token_ids, self.eos, sampling, self.tokenizer, stopped=one.stopped)
+        cut = cut_completion(one.token_ids, self.eos, sampling, self.tokenizer, stopped=one.stopped)
         n = len(cut.token_ids)
         support = None
-        if sampling.record_support and one.kept is not None:
-            support = support_of(one.kept[:n])
+        if sampling.record_support and one.support_ids is not None:
+            support = support_of(one.support_ids[:n])
         return Completion(cut.token_ids, cut.ended, one.logps and one.logps[:n], support)
 
     def _check(self) -> None:
@@ -188,8 +188,8 @@ class VLLMRollout:
         for name, value in expected.items():
             if about.get(name) != value:
                 raise RolloutError(f"vLLM: expected {name} {value!r}; got {about.get(name)!r}")
-        tried = TESTED[0] <= version_numbers(about["vllm"]) <= TESTED[1]
-        if not tried and self.accelerator.is_main_process:
+        is_tested = TESTED[0] <= version_numbers(about["vllm"]) <= TESTED[1]
+        if not is_tested and self.accelerator.is_main_process:
             low, high = (".".join(map(str, version)) for version in TESTED)
             tqdm.write(
                 f"warning: vLLM {about['vllm']} has not been tried, {low} to {high} have; "
@@ -263,8 +263,8 @@ def _explain(error: Exception, config: TrainingConfig) -> str:
 
 
 @contextmanager
-def _process_as_it_was() -> Iterator[None]:
-    """Puts back what vLLM changes while it starts.
+def _restore_process() -> Iterator[None]:
+    """Restores what vLLM changes while it starts.
 
     Its CPU worker sets one thread, makes `torch.set_num_threads` do nothing, sets LD_PRELOAD,
     LOCAL_WORLD_SIZE and others for processes to come, and seeds every generator.
