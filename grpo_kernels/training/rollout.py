@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import index
 from typing import Any, Protocol
 
@@ -263,7 +264,8 @@ def check_completion(name: str, one: object, vocabulary: int, longest: int) -> N
     if not isinstance(one, Completion) or not one.token_ids:
         raise RolloutError(f"{name}: expected a Completion with a token; got {one!r}")
     T = len(one.token_ids)
-    if unknown := [token for token in one.token_ids if not _is_below(token, vocabulary)]:
+    is_id = partial(_passes, lambda token: 0 <= index(token) < vocabulary)
+    if unknown := [token for token in one.token_ids if not is_id(token)]:
         raise RolloutError(
             f"{name}.token_ids: expected ints from 0 to {vocabulary - 1}; got {unknown[0]!r}"
         )
@@ -273,7 +275,7 @@ def check_completion(name: str, one: object, vocabulary: int, longest: int) -> N
             f"are from; got {T}"
         )
     for what, numbers in (("logps", one.logps), ("ce_weights", one.ce_weights)):
-        bad = [x for x in numbers or () if not _is_finite(x)]
+        bad = [x for x in numbers or () if not _passes(math.isfinite, x)]
         if numbers is not None and (len(numbers) != T or bad):
             raise RolloutError(
                 f"{name}.{what}: expected {T} finite numbers, one per token; got "
@@ -303,16 +305,10 @@ def _check_offsets(name: str, support: object, T: int) -> None:
         )
 
 
-def _is_below(token: Any, count: int) -> bool:
+def _passes(check: Callable[[Any], bool], number: Any) -> bool:
+    """True for a number that passes a check; False for a bool and for what is no number."""
     try:
-        return not isinstance(token, bool) and 0 <= index(token) < count
-    except TypeError:
-        return False
-
-
-def _is_finite(number: Any) -> bool:
-    try:
-        return not isinstance(number, bool) and math.isfinite(number)
+        return not isinstance(number, bool) and check(number)
     except (TypeError, ValueError):
         return False
 

@@ -9,7 +9,8 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy
 import torch
@@ -30,15 +31,6 @@ TESTED = ((0, 28), (0, 32))
 _CPU_BLOCK_SIZE = 32
 # Environment variables that are set unless the caller has set them.
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-
-
-class Sampled(NamedTuple):
-    """A completion as the engine returns it."""
-
-    token_ids: list[int]
-    logps: list[float] | None
-    support_ids: list[list[int]] | None  # the ids that each token was sampled from
-    stopped: bool  # by a stop string
 
 
 class VLLMRollout:
@@ -121,14 +113,14 @@ class VLLMRollout:
         seeds = torch.randint(2**31 - 1, (len(prompts),)).tolist()
         request = self._request(count, sampling)
         with self._without_autocast(), self._in_all_processes():
-            sampled = self._generate(prompts, seeds, request)
+            outputs = self._generate(prompts, seeds, request)
         # The likeliest completion is asked for once, and repeated.
         repeats = count // request["n"]
-        return [c for one in sampled for c in [self._completion(one, sampling)] * repeats]
+        return [c for x in outputs for c in [self._completion(x, sampling)] * repeats]
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], request: dict[str, Any]
-    ) -> list[Sampled]:
+    ) -> list[Any]:
         """Samples `request["n"]` completions per prompt."""
         from vllm import SamplingParams as Params
 
@@ -140,7 +132,7 @@ class VLLMRollout:
         done = self.llm.generate(inputs, params, use_tqdm=False)
         if self.sleeps:
             self.llm.sleep(level=1)
-        return [_sampled(output) for answer in done for output in answer.outputs]
+        return [output for answer in done for output in answer.outputs]
 
     def _without_autocast(self) -> Any:
         """A block without the trainer's autocast, for vLLM's and a merged adapter's products."""
@@ -169,13 +161,18 @@ class VLLMRollout:
             "skip_special_tokens": False,
         }  # fmt: skip
 
-    def _completion(self, one: Sampled, sampling: SamplingParams) -> Completion:
-        cut = cut_completion(one.token_ids, self.eos, sampling, self.tokenizer, stopped=one.stopped)
-        n = len(cut.token_ids)
-        support = None
-        if sampling.record_support and one.support_ids is not None:
-            support = support_of(one.support_ids[:n])
-        return Completion(cut.token_ids, cut.ended, one.logps and one.logps[:n], support)
+    def _completion(self, output: Any, sampling: SamplingParams) -> Completion:
+        """Makes a completion of the engine's output, which may go on after a stop string."""
+        # The reason is a string where a stop string was, a token's id where an end token was.
+        stopped = isinstance(output.stop_reason, str)
+        cut = cut_completion(output.token_ids, self.eos, sampling, self.tokenizer, stopped=stopped)
+        logps = output.logprobs and [
+            row[token].logprob for token, row in zip(cut.token_ids, output.logprobs, strict=False)
+        ]
+        mask, support = getattr(output, "sampling_mask", None), None
+        if sampling.record_support and mask is not None:
+            support = support_of(mask.token_ids[: len(cut.token_ids)])
+        return replace(cut, logps=logps, support=support)
 
     def _check(self) -> None:
         """Refuses an engine that would sample from another policy than this one."""
@@ -195,17 +192,6 @@ class VLLMRollout:
                 f"warning: vLLM {about['vllm']} has not been tried, {low} to {high} have; "
                 "sampler_gap tells whether its log-probs are the policy's"
             )
-
-
-def _sampled(output: Any) -> Sampled:
-    ids = list(output.token_ids)
-    logps = output.logprobs and [
-        row[token].logprob for token, row in zip(ids, output.logprobs, strict=True)
-    ]
-    mask = getattr(output, "sampling_mask", None)
-    # A token's id where it was an end token.
-    stopped = isinstance(output.stop_reason, str)
-    return Sampled(ids, logps, None if mask is None else mask.token_ids, stopped)
 
 
 def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
