@@ -140,7 +140,8 @@ def judge_completions(
     Raises:
         RewardError: a function failed, or none scored any completion; on every rank.
     """
-    before, copies = timed_out(), deepcopy(list(problems))  # which observers may change
+    # Copies, as observers may change what they see.
+    before, copies = timed_out(), deepcopy(list(problems))
     config, accelerator, G = sampler.config, sampler.accelerator, sampler.config.num_generations
     per_completion = [problem for problem in copies for _ in range(G)]
     texts = sampler.texts(completions)
