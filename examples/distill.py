@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_kernels import (
     GRPOLossConfig,
@@ -34,37 +34,36 @@ from grpo_kernels import (
     topk_kl,
 )
 
+Sums = Sequence[tuple[int, int]]
 SUM = "Question: What is {} + {}?\nAnswer:"
 SOLVED = ((2, 3), (6, 8), (4, 1), (9, 5), (3, 7))
 SHOWN = "".join(f"{SUM.format(a, b)} {a + b}\n\n" for a, b in SOLVED)
 BATCH, LENGTH, TOP = 32, 6, 16  # completions per step; their tokens; ids per token
 
 
-def completions_of(
-    model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]], **options: Any
-) -> tuple[Tensor, Tensor]:
+def completions_of(model: Any, tokenizer: Any, sums: Sums, sample: bool) -> tuple[Tensor, Tensor]:
     """Tokens `[B, T]` after the bare questions, and their mask up to the end of the line."""
     prompts = tokenizer([SUM.format(a, b) for a, b in sums], return_tensors="pt", padding=True)
     eos = model.generation_config.eos_token_id  # one, several, or None
     eos = [*{tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}]
-    options |= {"max_new_tokens": LENGTH, "eos_token_id": eos}
-    tokens = model.generate(**prompts.to(model.device), **options)[:, prompts.input_ids.shape[1] :]
+    # The model's own may have a temperature and penalties, with which another policy would sample.
+    model.generation_config = GenerationConfig(do_sample=sample, top_k=0, eos_token_id=eos)
+    ids = model.generate(**prompts.to(model.device), max_new_tokens=LENGTH)
+    tokens = ids[:, prompts.input_ids.shape[1] :]
     ends = [[i in eos or "\n" in tokenizer.decode(i) for i in row] for row in tokens.tolist()]
     ended = torch.tensor(ends, device=tokens.device)
     return tokens, ended.cumsum(1) - ended.long() == 0
 
 
-def states_of(
-    model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]], tokens: Tensor, before: str = ""
-) -> Tensor:
+def states_of(model: Any, tokenizer: Any, sums: Sums, tokens: Tensor, before: str = "") -> Tensor:
     """The hidden states that predict the tokens, after questions and what is `before` them."""
     texts = [before + SUM.format(a, b) for a, b in sums]
     prompts = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
     ids = torch.cat([prompts.input_ids, tokens], 1)[:, :-1]
     attention = torch.cat([prompts.attention_mask, torch.ones_like(tokens)], 1)[:, :-1]
     positions = (attention.cumsum(1) - 1).clamp(min=0)
-    found = model.base_model(ids, attention_mask=attention, position_ids=positions)
-    return found.last_hidden_state[:, -tokens.shape[1] :]
+    out = model.base_model(ids, attention_mask=attention, position_ids=positions)
+    return out.last_hidden_state[:, -tokens.shape[1] :]
 
 
 def loss_of(signal: str, states: Tensor, head: Tensor, teacher: Any, ids: Tensor) -> Tensor:
@@ -83,11 +82,11 @@ def loss_of(signal: str, states: Tensor, head: Tensor, teacher: Any, ids: Tensor
     return fused_grpo_loss(states, head, ids, other - student, config=config).loss
 
 
-def accuracy(model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]]) -> float:
+def accuracy(model: Any, tokenizer: Any, sums: Sums) -> float:
     """The share of sums whose likeliest completion begins with the right number."""
-    tokens, _ = completions_of(model, tokenizer, sums, do_sample=False)
-    given = [re.match(r"\s*(\d+)", text) for text in tokenizer.batch_decode(tokens)]
-    right = [x is not None and int(x[1]) == a + b for x, (a, b) in zip(given, sums, strict=True)]
+    tokens, _ = completions_of(model, tokenizer, sums, sample=False)
+    said = [re.match(r"\s*(\d+)", text) for text in tokenizer.batch_decode(tokens)]
+    right = [x is not None and int(x[1]) == a + b for x, (a, b) in zip(said, sums, strict=True)]
     return sum(right) / len(right)
 
 
@@ -116,16 +115,16 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     history: list[float] = []
 
     for step in range(1, args.steps + 1):
-        some = draw.choices(sums, k=BATCH)
-        tokens, mask = completions_of(student, tokenizer, some, do_sample=True, top_k=0)
+        batch = draw.choices(sums, k=BATCH)
+        tokens, mask = completions_of(student, tokenizer, batch, sample=True)
         start = time.perf_counter()
         with torch.no_grad():
-            theirs = states_of(teacher, tokenizer, some, tokens, before=SHOWN)[mask]
-        states = states_of(student, tokenizer, some, tokens)[mask]  # [N, H]
-        other = Reference(theirs, teacher_head)
-        loss_of(args.signal, states, student_head, other, tokens[mask]).backward()
+            teacher_states = states_of(teacher, tokenizer, batch, tokens, before=SHOWN)[mask]
+        states = states_of(student, tokenizer, batch, tokens)[mask]  # [N, H]
+        reference = Reference(teacher_states, teacher_head)
+        loss_of(args.signal, states, student_head, reference, tokens[mask]).backward()
         with torch.no_grad():
-            kl = fused_distillation_loss(states, student_head, other).loss
+            kl = fused_distillation_loss(states, student_head, reference).loss
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

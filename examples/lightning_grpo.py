@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from problems import ADDITION, addition
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_kernels import GRPOLossConfig, group_advantages
 from grpo_kernels.integrations.hf_head import evaluating
@@ -64,7 +64,7 @@ class GRPO(lightning.LightningModule):
 
 
 class Rollouts(IterableDataset):
-    """`count` rollouts per device of the policy, each given `mu` times in minibatches.
+    """`count` rollouts per device of the policy, each yielded `mu` times in minibatches.
 
     A problem is a dict with a `prompt` and the columns that `reward(prompts, completions,
     **columns)` wants; a rollout has `group` completions, of at most `length` tokens, for each of
@@ -88,8 +88,8 @@ class Rollouts(IterableDataset):
         world, rank = self.policy.trainer.world_size, self.policy.global_rank
         torch.manual_seed(int(torch.randint(2**31, ())) + rank)  # each device draws its own
         for n in range(self.count):
-            wanted = range(first := (n * world + rank) * self.prompts, first + self.prompts)
-            problems = [self.problems[i % len(self.problems)] for i in wanted]
+            turns = range(first := (n * world + rank) * self.prompts, first + self.prompts)
+            problems = [self.problems[i % len(self.problems)] for i in turns]
             rollout = self.sample([p for p in problems for _ in range(self.group)])
             for _ in range(self.mu):
                 for rows in torch.randperm(len(rollout["ids"])).split(self.minibatch):
@@ -103,22 +103,23 @@ class Rollouts(IterableDataset):
         encoded = tokenizer(prompts, return_tensors="pt", padding=True).to(self.policy.device)
         eos = model.generation_config.eos_token_id  # one, several, or None
         eos = [*{tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}]
+        # The model's own may have a temperature and penalties: another policy would sample.
+        model.base_model.model.generation_config = GenerationConfig(
+            do_sample=True, top_k=0, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id
+        )
         with evaluating(model):
-            ids = model.generate(
-                **encoded, max_new_tokens=self.length, do_sample=True, top_p=0.95,
-                pad_token_id=tokenizer.pad_token_id, eos_token_id=eos,
-            )  # fmt: skip
-        said = ids[:, encoded["input_ids"].shape[1] :]
-        ends = torch.isin(said, torch.tensor(eos, device=said.device)).long()
-        spoken = (ends.cumsum(1) - ends == 0).long()  # up to the first end, which counts
-        texts = [tokenizer.decode(row[own]) for row, own in zip(said, spoken > ends, strict=True)]
+            ids = model.generate(**encoded, max_new_tokens=self.length)
+        tokens = ids[:, encoded["input_ids"].shape[1] :]
+        ends = torch.isin(tokens, torch.tensor(eos, device=tokens.device)).long()
+        mask = (ends.cumsum(1) - ends == 0).long()  # up to the first end, which counts
+        texts = [tokenizer.decode(row[x]) for row, x in zip(tokens, mask > ends, strict=True)]
         reward = torch.tensor(self.reward(prompts, texts, **columns), device=ids.device)
         batch = {
             "ids": ids, "reward": reward.float(),
-            "attention": torch.cat([encoded["attention_mask"], spoken], 1),
-            "mask": torch.cat([torch.zeros_like(encoded["attention_mask"]), spoken], 1),
+            "attention": torch.cat([encoded["attention_mask"], mask], 1),
+            "mask": torch.cat([torch.zeros_like(encoded["attention_mask"]), mask], 1),
             "advantages": group_advantages(reward.float(), self.group),
-            "old_logps": torch.zeros_like(said, dtype=torch.float32),
+            "old_logps": torch.zeros_like(tokens, dtype=torch.float32),
         }  # fmt: skip
         old = self.policy.score(batch).logps
         with model.disable_adapter():

@@ -8,9 +8,8 @@ Without the hub, in a checkout: `pip install -e '.[demo]' && pip install --no-de
 FOLDER is then what `python examples/demo_model.py` prints.
 
 A language model learns to add two digits and to put the sum in tags: the mean reward rises from
-0.50 (steps 1 to 5) to 0.86 (16 to 20). Of GRPO (arXiv:2402.03300) this has groups, rewards by a
-rule, advantages within a group, several updates per rollout and clipped ratios; it leaves out the
-KL to a reference. For all that a trainer needs besides, read `grpo_kernels/training/train.py`.
+0.50 (steps 1 to 5) to 0.86 (16 to 20). It is GRPO (arXiv:2402.03300) with several updates per
+rollout and without the KL to a reference; a full trainer is `grpo_kernels/training/train.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_kernels import GRPOLossConfig, fused_grpo_loss, group_advantages, linear_logprobs
 
@@ -72,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     config = GRPOLossConfig(epsilon=0.2)
     eos = model.generation_config.eos_token_id  # one, several, or None
     eos = [*{tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}]
-    sampling = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": LENGTH}
+    # The model's own may have a temperature and penalties, with which another policy would sample.
+    model.generation_config = GenerationConfig(do_sample=True, top_k=0, eos_token_id=eos)
     history: list[float] = []
 
     for step in range(1, args.steps + 1):
@@ -81,14 +81,14 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         pairs = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(PROMPTS)]
         pairs = [pair for pair in pairs for _ in range(GROUP)]
         prompts = tokenizer([PROMPT.format(*x) for x in pairs], return_tensors="pt", padding=True)
-        ids = model.generate(**prompts.to(device), **sampling, eos_token_id=eos)
+        ids = model.generate(**prompts.to(device), max_new_tokens=LENGTH)
         tokens = ids[:, prompts.input_ids.shape[1] :]  # [B, T]
         ends = torch.isin(tokens, torch.tensor(eos, device=device)).long()
         mask = (ends.cumsum(1) - ends == 0).long()  # up to the first end, which counts
         attention = torch.cat([prompts.attention_mask, mask], 1)
 
         # 2. Judge them, and compare each with its group.
-        texts = [tokenizer.decode(row[own]) for row, own in zip(tokens, mask > ends, strict=True)]
+        texts = [tokenizer.decode(row[x]) for row, x in zip(tokens, mask > ends, strict=True)]
         rewards = torch.tensor([reward(t, a + b) for t, (a, b) in zip(texts, pairs, strict=True)])
         advantages = group_advantages(rewards, GROUP).to(device)  # [B]
 

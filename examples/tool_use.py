@@ -41,15 +41,15 @@ PROMPT = (
 
 def products(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
     """Products of two and of three numbers, which the demo's model cannot do in its head."""
-    draw, found = random.Random(0), dict[str, Problem]()
-    while len(found) < config.train_size + config.eval_size:
+    draw, problems = random.Random(0), dict[str, Problem]()
+    while len(problems) < config.train_size + config.eval_size:
         factors = [draw.randint(11, 99), draw.randint(11, 99)]
-        if len(found) % 2:
+        if len(problems) % 2:
             factors = [draw.randint(2, 9), draw.randint(11, 30), draw.randint(2, 9)]
         text = " * ".join(map(str, factors))
-        found[text] = {"prompt": PROMPT.format(text), "answer": str(math.prod(factors))}
-    problems = list(found.values())
-    return problems[config.eval_size :], problems[: config.eval_size]
+        problems[text] = {"prompt": PROMPT.format(text), "answer": str(math.prod(factors))}
+    rows = list(problems.values())
+    return rows[config.eval_size :], rows[: config.eval_size]
 
 
 def answer_to(text: str) -> str:
@@ -74,25 +74,25 @@ class WithCalculator:
         done = [replace(one, sampled=[True] * len(one.token_ids))
                 for one in self.rollout(prompts, count, first)]  # fmt: skip
         for _ in range(3):  # calls per completion, at most
-            asked = {i: text for i, one in enumerate(done) if (text := self.result(one, sampling))}
+            calls = {i: ids for i, one in enumerate(done) if (ids := self.result(one, sampling))}
             # Equally often in every process, as a rollout may make them wait for each other.
-            places = list(asked) or [0]
-            left = min(self.left(done[i], asked.get(i, []), sampling) for i in places)
+            places = list(calls) or [0]
+            room = min(self.room(done[i], calls.get(i, []), sampling) for i in places)
             more = self.rollout(
-                [[*prompts[i // count], *done[i].token_ids, *asked.get(i, [])] for i in places],
-                1, replace(first, max_new_tokens=max(1, left)),
+                [[*prompts[i // count], *done[i].token_ids, *calls.get(i, [])] for i in places],
+                1, replace(first, max_new_tokens=max(1, room)),
             )  # fmt: skip
-            for i, one in zip(asked, more, strict=False):
-                done[i] = joined(done[i], asked[i], one)
+            for i, one in zip(calls, more, strict=False):
+                done[i] = joined(done[i], calls[i], one)
         return done
 
     def result(self, one: Completion, sampling: SamplingParams) -> list[int]:
         """The tokens to put in after a completion; none where it does not end with a call."""
         text = answer_to(self.tokenizer.decode(one.token_ids))
         ids = list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
-        return ids if self.left(one, ids, sampling) > 0 else []
+        return ids if self.room(one, ids, sampling) > 0 else []
 
-    def left(self, one: Completion, ids: Sequence[int], sampling: SamplingParams) -> int:
+    def room(self, one: Completion, ids: Sequence[int], sampling: SamplingParams) -> int:
         """The tokens that there is room for after these."""
         return sampling.max_new_tokens - len(one.token_ids) - len(ids)
 
@@ -100,9 +100,10 @@ class WithCalculator:
 def joined(one: Completion, result: list[int], more: Completion) -> Completion:
     """A completion with a result and what was sampled after it."""
     assert one.sampled is not None
-    own = [*one.sampled, *[False] * len(result), *[True] * len(more.token_ids)]
+    ids = [*one.token_ids, *result, *more.token_ids]
+    sampled = [*one.sampled, *[False] * len(result), *[True] * len(more.token_ids)]
     logps = one.logps and more.logps and [*one.logps, *[0.0] * len(result), *more.logps]
-    return Completion([*one.token_ids, *result, *more.token_ids], more.ended, logps, sampled=own)
+    return Completion(ids, more.ended, logps, sampled=sampled)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:

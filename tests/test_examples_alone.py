@@ -87,6 +87,53 @@ def test_the_distilling_one_comes_closer(signal, tiny_model, capsys):
     assert capsys.readouterr().out.count("held-out accuracy") == 4
 
 
+class Sampled(Exception):
+    """Ends an example at its first sampling."""
+
+
+def changes_of_logits(monkeypatch, main, folder):
+    """What changes the logits before the first token is drawn, of a model with options of its own.
+
+    They are the model's `generation_config`, as instruction-tuned models have one.
+    """
+    from transformers import GenerationMixin
+
+    path = folder / "generation_config.json"
+    own = {
+        "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "typical_p": 0.9,
+        "repetition_penalty": 1.1, "no_repeat_ngram_size": 2, "min_new_tokens": 2,
+        "suppress_tokens": [7],
+    }  # fmt: skip
+    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+
+    def sample(self, input_ids, logits_processor, **options):
+        raise Sampled([type(x).__name__ for x in logits_processor])
+
+    monkeypatch.setattr(GenerationMixin, "_sample", sample)
+    with pytest.raises(Sampled) as sampled:
+        main(["--model", str(folder)])
+    return sampled.value.args[0]
+
+
+@pytest.fixture
+def own_folder(tiny_model, tmp_path):
+    return shutil.copytree(tiny_model, tmp_path / "own")
+
+
+@pytest.mark.parametrize("name", ("minimal_grpo", "distill"))
+def test_examples_sample_from_the_policy_that_they_train(name, own_folder, monkeypatch):
+    """A temperature or a penalty would make the samples another policy's, at a ratio of 1."""
+    main = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]
+    assert changes_of_logits(monkeypatch, main, own_folder) == []
+
+
+def test_the_one_of_lightning_samples_from_its_policy(own_folder, monkeypatch):
+    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    from examples import lightning_grpo
+
+    assert changes_of_logits(monkeypatch, lightning_grpo.main, own_folder) == []
+
+
 @pytest.fixture
 def many_ends(tiny_model, tmp_path):
     """A model that ends at every second token, of which its tokenizer knows one; and these ends."""
@@ -133,5 +180,5 @@ def test_the_distilling_one_ends_at_every_end(many_ends):
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     run = runpy.run_path(str(ROOT / "examples" / "distill.py"))
     torch.manual_seed(0)
-    tokens, mask = run["completions_of"](model, tokenizer, [(1, 2)] * 16, do_sample=True)
+    tokens, mask = run["completions_of"](model, tokenizer, [(1, 2)] * 16, sample=True)
     assert counted_after_an_end(tokens, mask, ends) == 0

@@ -34,7 +34,7 @@ def test_kept_activations_are_what_a_forward_keeps():
         return x
 
     prompts = [[i + 1, *[5] * 23] for i in range(2)]
-    batch = Batch.of_rows(prompts, [i // 4 for i in range(8)], [[7] * 16] * 8, 0)
+    batch = Batch.from_rows(prompts, [i // 4 for i in range(8)], [[7] * 16] * 8, 0)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         hidden = Policy(model).hidden(batch)
     assert hidden.requires_grad

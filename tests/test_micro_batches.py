@@ -103,7 +103,7 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(name, tiny_model, tmp_path
     trainer, samples, scores = sampled(config, **TURNS.get(name, {}))
     grads, metrics = updated_gradient(trainer, samples, scores, 5)
     model = load_model(config)[0].double()
-    batch = Batch.of_rows(
+    batch = Batch.from_rows(
         samples.prompts, samples.prompt_of, [c.token_ids for c in samples.completions],
         trainer.tokenizer.pad_token_id,
     )  # fmt: skip

@@ -12,7 +12,12 @@ from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.training import load_model
 from grpo_kernels.training.policy import Batch, Cached, Policy
-from grpo_kernels.training.rollout import GenerateRollout, SamplingParams, completion, end_tokens
+from grpo_kernels.training.rollout import (
+    GenerateRollout,
+    SamplingParams,
+    cut_completion,
+    end_tokens,
+)
 from tests.helpers.tiny_models import FAMILIES, make_model, make_tokenizer
 from tests.helpers.trainer_runs import assert_same_grads, config_of, trainer_of
 
@@ -23,7 +28,7 @@ PROMPTS, GREEDY = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperatur
 def random_batch(V=257, lengths=(5, 2, 6, 1, 4, 6), prompts=((7, 8, 9), (5,) * 6), seed=0):
     draw = random.Random(seed)
     completions = [[draw.randrange(1, V) for _ in range(n)] for n in lengths]
-    return Batch.of_rows(prompts, [i % 2 for i in range(len(lengths))], completions, 0)
+    return Batch.from_rows(prompts, [i % 2 for i in range(len(lengths))], completions, 0)
 
 
 @pytest.mark.parametrize("lengths", ((5, 2, 6, 1, 4, 6), (1,) * 6), ids=("several", "one_token"))
@@ -97,11 +102,14 @@ def renamed(model, own=None):
     def other(memory=None, **kwargs):
         given = {} if memory is None else {own: memory}
         out = dict(forward(**kwargs, **given))
-        cache = Cached.of(out)
+        cache = Cached.from_output(out)
         items = {"memory": cache.keys_and_values}.items
         return SimpleNamespace(items=items, last_hidden_state=out["last_hidden_state"])
 
-    own = own or Cached.of(model.model(torch.ones(1, 1, dtype=torch.int64), use_cache=True)).name
+    own = (
+        own
+        or Cached.from_output(model.model(torch.ones(1, 1, dtype=torch.int64), use_cache=True)).name
+    )
     model.model.forward = other
     return model
 
@@ -195,7 +203,7 @@ class Words:
     ),
 )
 def test_a_completion_ends_once(row, stop, expected):
-    done = completion(row, [0, 5], SamplingParams(8, stop=stop), Words())
+    done = cut_completion(row, [0, 5], SamplingParams(8, stop=stop), Words())
     assert (done.token_ids, done.ended) == expected
 
 
@@ -207,6 +215,53 @@ def test_stop_strings_end_generation():
     (done,) = rollout(PROMPTS[:1], 1, replace(GREEDY, stop=(string,)))
     assert done.ended and len(done.token_ids) <= 3
     assert done.token_ids == full.token_ids[: len(done.token_ids)]
+
+
+def scripted(model, tokenizer, *texts):
+    """Has the model say these texts, one per row, as far as it is asked for tokens."""
+    ids, calls = [tokenizer(text).input_ids for text in texts], []
+
+    def say(module, inputs, logits):
+        logits = torch.zeros_like(logits)
+        for row, tokens in enumerate(ids):
+            logits[row, -1, tokens[len(calls)]] = 1.0
+        calls.append(1)
+        return logits
+
+    model.get_output_embeddings().register_forward_hook(say)
+    return GenerateRollout(Policy(model.eval()), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    (
+        (("\nabcde", "fghijk"), (("\nabcde", False), ("fghijk", False))),  # begins in the prompt
+        (("\n\nbcde", "a\nbcde"), (("\n\n", True), ("a\nbcde", False))),
+        (("abc\n\nd", ";bcdef"), (("abc\n\n", True), (";", True))),  # several strings
+        (("ab;\n\nc", "a\n;\n\n"), (("ab;", True), ("a\n;", True))),  # the first of them
+    ),
+)
+@pytest.mark.parametrize("share", (True, False))
+def test_stop_strings_count_in_the_completion_alone(share, texts, expected):
+    """Rows that are done are padded, here with `!`, until the others are."""
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = "!"
+    rollout = scripted(make_model("llama"), tokenizer, *texts)
+    rollout.policy.why_not_shared = None if share else "a test"
+    sampling = SamplingParams(6, temperature=0.0, stop=("\n\n", ";"))
+    done = rollout([tokenizer("Q: 1+1\n").input_ids], 2, sampling)
+    assert tuple((tokenizer.decode(x.token_ids), x.ended) for x in done) == expected
+
+
+def test_padding_is_not_sampled_whatever_a_text_shows(monkeypatch):
+    """Some tokenizers strip the space that a text begins with, and so a part of a stop string."""
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token, decode = "!", tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda *a, **k: decode(*a, **k).lstrip())
+    rollout = scripted(make_model("llama"), tokenizer, " end..", "abcdef")
+    done = rollout([tokenizer("Q:").input_ids], 2, SamplingParams(6, 0.0, stop=(" end",)))
+    assert [decode(one.token_ids) for one in done] == [" end", "abcdef"]
+    assert [one.ended for one in done] == [True, False]
 
 
 @pytest.mark.parametrize("adapters", (False, True))

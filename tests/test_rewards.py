@@ -220,7 +220,7 @@ def test_what_no_function_scores_is_in_no_figure(tmp_path):
     assert row["reward"] == row["reward/f"] == pytest.approx(4 / 5)
     assert row["groups_equal"] == 0.5
     assert row["reward_std"] == pytest.approx((0 + math.sqrt(1 / 3)) / 2)
-    assert [x is None for x in scores] == samples.totals.isnan().tolist()
+    assert [x is None for x in scores] == samples.rewards_total.isnan().tolist()
     scores[:4] = [None] * 4
     row, _ = trainer.train_step(trainer.train_problems)
     assert row["groups_equal"] == 0.5 and row["reward_std"] == pytest.approx(math.sqrt(1 / 3))

@@ -48,7 +48,7 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [row["step"] for row, _ in seen] == [1, 2]
     row, samples = seen[0]
-    assert row["reward"] == pytest.approx(samples.totals.mean().item())
+    assert row["reward"] == pytest.approx(samples.rewards_total.mean().item())
     assert len(samples.prompts) == len(samples.problems) == 4 and len(samples.texts) == 16
     assert samples.prompt_of == [i // 4 for i in range(16)]
     expected = {

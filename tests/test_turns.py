@@ -3,6 +3,7 @@
 Their gradients are in `test_micro_batches.py`.
 """
 
+import re
 from itertools import chain
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from examples import tool_use
 from grpo_kernels.training import Completion, SamplingParams, Trainer, load_model, logs
+from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
-from tests.helpers.trainer_runs import FakeRollout, config_of, rows_of, trainer_of
+from tests.helpers.trainer_runs import FakeRollout, config_of, noise, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -66,6 +68,32 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
     rows = [logs.read(folder / f"{name}.jsonl") for name in ("answers", "samples")]
     assert {row["completion"] for some in rows for row in some} == {whole}
     assert {(row["sampled"], row["correct"]) for row in rows[0]} == {(written, paid > 0)}
+
+
+def test_a_rollout_may_ask_for_the_problems(tiny_model, tmp_path):
+    """By the class that the page shows; what it changes of a problem is nobody else's."""
+    page, there = (ROOT / "docs" / "training.md").read_text().split("## Turns and tools\n")[1], {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], there)
+
+    class Changing(there["WithFacts"]):
+        def __call__(self, prompts, count, sampling, problems):
+            done = super().__call__(prompts, count, sampling, problems)
+            problems[0]["facts"] = "changed"
+            return done
+
+    config = config_of(tiny_model, tmp_path, max_completion_length=12, steps=1)
+    problems = [{"prompt": f"{i}?", "facts": f"<{i}>."} for i in range(4)]
+    trainer, seen = Trainer(config, *load_model(config), problems, rewards={"noise": noise}), []
+    trainer.rollout = Changing(trainer.rollout, trainer.tokenizer)
+    trainer.train(lambda row, samples: seen.append(samples))
+    (samples,) = seen
+    assert trainer.train_problems == problems
+    for i, (text, transcript) in enumerate(zip(samples.texts, samples.transcripts, strict=True)):
+        facts = samples.problems[i // 4]["facts"]
+        assert facts in transcript and facts not in text
+        flags = samples.completions[i].sampled
+        assert flags.count(False) == len(facts) == 4
+        assert samples.mask[i].tolist()[: len(flags)] == list(map(int, flags))
 
 
 # The example

@@ -1,6 +1,7 @@
 """`VLLMRollout` beside a small engine in vLLM's place; `tests/vllm` has the real one."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +117,18 @@ def test_stop_strings_cut_log_probs_too(make):
     cut = sample(rollout)[0]
     assert cut.ended and cut.token_ids == one.token_ids[: one.token_ids.index(end) + 1]
     assert rollout.llm.asked[-1].stop_token_ids == [0, end]
+
+
+def test_a_completion_ends_where_the_engine_says_so(make, engine, monkeypatch):
+    """The engine's text may have a stop string that the text of the tokens alone lacks."""
+    rollout, output = make(), engine._output
+
+    def stopped(self, *args):
+        return SimpleNamespace(**{**vars(output(self, *args)), "stop_reason": "</x>"})
+
+    monkeypatch.setattr(engine, "_output", stopped)
+    sampling = replace(SAMPLING, stop=("</x>",))
+    assert all(one.ended for one in sample(rollout, sampling))
 
 
 def test_kept_sets_reach_the_completions(make):

@@ -1,4 +1,6 @@
-"""Records what sampling kept, so that a loss can be over the policy that acted.
+"""Parts of transformers' `generate`: a record of what sampling kept, and stop strings.
+
+With the record a loss can be over the policy that acted:
 
     recorder = SupportRecorder(temperature=0.7, top_p=0.9)
     out = model.generate(ids, logits_processor=[recorder], **recorder.generate_options())
@@ -24,6 +26,8 @@ try:
     from transformers import (
         LogitsProcessor,
         MinPLogitsWarper,
+        StoppingCriteria,
+        StopStringCriteria,
         TemperatureLogitsWarper,
         TopKLogitsWarper,
         TopPLogitsWarper,
@@ -122,6 +126,39 @@ class SupportRecorder(LogitsProcessor):
             )
             for row, length in enumerate(lengths)
         ]
+
+
+class StopStrings(StoppingCriteria):
+    """Ends rows whose completion has a stop string, and counts the tokens up to it.
+
+    transformers' own `stop_strings` look at prompt and completion together. A stop string that
+    begins in the prompt would end a completion that does not have it; and as `generate` then pads
+    the row, its text alone would not say how many of its tokens were sampled.
+
+    Args:
+        tokenizer: the model's.
+        stop: strings, any of which ends a completion.
+        prompt_length: the number of tokens before the completions, with padding.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], prompt_length: int) -> None:
+        self._ends_with_stop = StopStringCriteria(tokenizer, list(stop))
+        self._prompt_length = prompt_length
+        self._lengths: Tensor | None = None  # [B]
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Returns True for each row that ends here: bool `[B]`."""
+        completions = input_ids[:, self._prompt_length :]
+        stopped = self._ends_with_stop(completions, scores)
+        if self._lengths is None:
+            self._lengths = torch.zeros_like(stopped, dtype=torch.int64)
+        is_first = stopped & (self._lengths == 0)
+        self._lengths = self._lengths.masked_fill(is_first, completions.shape[1])
+        return stopped
+
+    def lengths(self) -> list[int]:
+        """Returns the tokens of each row up to its first stop string; 0 where it has none."""
+        return [] if self._lengths is None else self._lengths.tolist()
 
 
 def support_of(kept_sets: Sequence[Sequence[int]]) -> Support:

@@ -34,8 +34,7 @@ from .rewards import (
     resolve_rewards,
     weighted_sum,
 )
-from .rollout import end_tokens, vocabulary_of
-from .sampler import Sampler
+from .rollout import Sampler
 
 # Columns of problems by whose values accuracy is told apart.
 GROUPS = ("held_out", "level")
@@ -156,7 +155,7 @@ def evaluate(
         some = [problem for problem in asked for _ in range(count)]
         completions = sampler(asked, count, temperature, length=length)
         texts = sampler.texts(completions)
-        more = sampler.beside(completions, texts)
+        more = sampler.reward_keywords(completions, texts)
         table = judge(accelerator, rewards, some, texts, more)
         right = judge_answers(accelerator, is_correct, some, texts)
         totals = weighted_sum(table, config.reward_weights).tolist()
@@ -223,10 +222,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems = short_enough(problems, encode, config.max_prompt_length, say)
     if not problems:
         raise SystemExit("eval_size: expected at least one problem to answer; got none")
-    policy = Policy.of_run(model.to(accelerator.device).eval(), config)
+    policy = Policy.from_config(model.to(accelerator.device).eval(), config)
     rollout = make_rollout(config, policy, tokenizer, accelerator)
-    ends = end_tokens(model, tokenizer)
-    sampler = Sampler(rollout, encode, config, accelerator, vocabulary_of(model), ends)
+    sampler = Sampler(rollout, model, encode, config, accelerator)
 
     def ask(count: int) -> Evaluation:
         set_seed(config.seed)

@@ -191,7 +191,7 @@ def prepared(
 
     `prompt`: some tokens, by which the head is found to make the model's own logits.
     """
-    policy = without_dropout(Policy.of_run(model, config))
+    policy = without_dropout(Policy.from_config(model, config))
     check_logits(policy.model, torch.tensor([prompt], dtype=torch.int64))
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(

@@ -21,7 +21,7 @@ from .config import TrainingConfig
 from .data import Problem
 from .rewards import weighted_sum
 from .run import Run
-from .samples import Samples, sampled_tokens
+from .samples import Samples
 
 
 class Clock:
@@ -78,7 +78,7 @@ def of_samples(
 ) -> dict[str, float]:  # fmt: skip
     """Metrics of a rollout; `gather` returns the rows of all processes."""
     rewards = gather(samples.rewards)
-    sampled = [sum(sampled_tokens(c)) for c in samples.completions]
+    sampled = [sum(c.sampled_flags) for c in samples.completions]
     lengths = gather(torch.tensor(sampled, dtype=torch.float64))
     ended = gather(torch.tensor([c.ended for c in samples.completions], dtype=torch.float32))
     # Completions that no function scored are in no figure.

@@ -1,6 +1,6 @@
 """Micro-batches: how a batch is cut into parts, and how their losses are weighted.
 
-The parts' gradients add up to that of the whole, for any cut and any number of processes.
+The parts' gradients add up to the update's, for any cut and any number of processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Plan = list[list[int]]
 
 
 class Size(NamedTuple):
-    """The size of a batch: completions, and tokens that are not masked."""
+    """The size of a batch: completions, and unmasked tokens."""
 
     rows: int
     tokens: int
@@ -71,24 +71,24 @@ def pad_plan(plan: Plan, count: int) -> Plan:
     return [*plan, *([] for _ in range(max(1, count) - len(plan)))]
 
 
-def num_items(config: GRPOLossConfig, whole: Size, world: int) -> float:
-    """The denominator of every part's loss with which the gradients add up to that of the whole.
+def num_items(config: GRPOLossConfig, update: Size, world: int) -> float:
+    """Returns the denominator of every part's loss with which the gradients add up to the update's.
 
     Args:
         config: says what the loss is averaged over.
-        whole: the update, over all processes.
+        update: its size, over all processes.
         world: the number of processes, whose gradients are averaged, not summed.
     """
     by_tokens = config.effective_aggregation in TOKEN_MEANS
-    return (whole.tokens if by_tokens else whole.rows) / world
+    return (update.tokens if by_tokens else update.rows) / world
 
 
-def config_of_part(config: GRPOLossConfig, part: Size, whole: Size, world: int) -> GRPOLossConfig:
-    """The config of a part, whose entropy bonus is a mean over the part's own tokens.
+def config_of_part(config: GRPOLossConfig, part: Size, update: Size, world: int) -> GRPOLossConfig:
+    """Returns the config of a part, whose entropy bonus is a mean over the part's tokens.
 
-    That of a part without tokens is not 0, so that every process computes entropies or none does.
+    A part without tokens has a bonus, too, so that every process computes entropies or none does.
     """
     if not config.entropy_coef:
         return config
-    share = world * max(part.tokens, 1) / max(whole.tokens, 1)
+    share = world * max(part.tokens, 1) / max(update.tokens, 1)
     return replace(config, entropy_coef=config.entropy_coef * share)

@@ -193,7 +193,7 @@ def sample_rows(samples: Samples, group_size: int) -> list[dict[str, Any]]:
         for i in (start + by_advantage[-1], start + by_advantage[0]):
             shown.append({
                 "prompt": problem["prompt"], "completion": samples.transcripts[i],
-                "answer": problem.get("answer"), "reward": float(samples.totals[i]),
+                "answer": problem.get("answer"), "reward": float(samples.rewards_total[i]),
                 "advantage": float(samples.advantages[i]), "ended": samples.completions[i].ended,
             })  # fmt: skip
     return shown

@@ -39,7 +39,7 @@ class Batch:
     support: Support | None = None  # of the B * T tokens: the sets that they were sampled from
 
     @staticmethod
-    def of_rows(
+    def from_rows(
         prompts: Sequence[Sequence[int]], prompt_of: Sequence[int],
         completions: Sequence[Sequence[int]], pad_id: int, device: Any = None,
     ) -> Batch:  # fmt: skip
@@ -48,9 +48,9 @@ class Batch:
         rows = [places.setdefault(p, len(places)) for p in prompt_of]
         used = [prompts[p] for p in places]
         prompt_ids, prompt_mask = pad(used, pad_id, left=True, device=device)
-        ids, there = pad(completions, pad_id, device=device)
+        ids, attention = pad(completions, pad_id, device=device)
         places_of = to_device(torch.tensor(rows, dtype=torch.int64), device)
-        return Batch(prompt_ids, prompt_mask, places_of, ids, attention=there, mask=there)
+        return Batch(prompt_ids, prompt_mask, places_of, ids, attention, mask=attention)
 
 
 class Cached(NamedTuple):
@@ -64,19 +64,19 @@ class Cached(NamedTuple):
     keys_and_values: Any
 
     @staticmethod
-    def of(output: Any) -> Cached | None:
+    def from_output(output: Any) -> Cached | None:
         """Returns the cache in a model's output, or None where it has none."""
         from transformers import Cache
 
-        found = (Cached(name, x) for name, x in output.items() if isinstance(x, Cache))
-        return next(found, None)
+        caches = (Cached(name, x) for name, x in output.items() if isinstance(x, Cache))
+        return next(caches, None)
 
     def check_has(self, length: int, model: Any) -> None:
         """Refuses a model that did not go on from the cache, which would have `length` tokens."""
-        if (found := self.keys_and_values.get_seq_length()) < length:
+        if (present := self.keys_and_values.get_seq_length()) < length:
             raise RuntimeError(
                 f"share_prompts: expected {type(model).__name__} to go on from {self.name}, to "
-                f"{length} tokens; got {found} in it: turn share_prompts off"
+                f"{length} tokens; got {present} in it: turn share_prompts off"
             )
 
 
@@ -98,8 +98,8 @@ class Policy(nn.Module):
         self.why_not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
 
     @staticmethod
-    def of_run(model: nn.Module, config: TrainingConfig) -> Policy:
-        """The policy of a run, or its reference."""
+    def from_config(model: nn.Module, config: TrainingConfig) -> Policy:
+        """Makes the policy of a run, or its reference."""
         return Policy(
             model, share_prompts=config.share_prompts, temperature=config.temperature,
             logits_dtype=config.logits_dtype,
@@ -116,7 +116,7 @@ class Policy(nn.Module):
     def loss(
         self, batch: Batch, advantages: Tensor, config: GRPOLossConfig, **options: Any
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The loss of the completions, its metrics, and their `[B, T]` log-probs.
+        """Computes the loss of the completions, its metrics, and their `[B, T]` log-probs.
 
         `options` are those of `fused_grpo_loss`.
         """
@@ -132,7 +132,7 @@ class Policy(nn.Module):
         self, batch: Batch, entropy: bool = False, *, execution: Execution = Execution(),  # noqa: B008
         logits_dtype: str | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """`[B, T]` log-probs of the completions, and their entropy if it is wanted.
+        """Computes `[B, T]` log-probs of the completions, and their entropy if asked for.
 
         `logits_dtype` None is the policy's own.
         """
@@ -145,14 +145,14 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def as_reference(self, batch: Batch) -> Reference:
-        """The states that predict the completions, and the head: what another is measured from."""
+        """Returns the states that predict the completions, and the head, as a `Reference`."""
         hidden = self.hidden(batch)
         return Reference(hidden, self.head(hidden))
 
     def generate(
         self, ids: Tensor, mask: Tensor, count: int, options: dict[str, Any], tokenizer: Any
     ) -> tuple[Tensor, list[int]]:
-        """`[U * count, P + T]` tokens of `model.generate`, and the ids that end a completion."""
+        """Returns `[U * count, P + T]` tokens of `model.generate`, and the end tokens."""
         inputs: dict[str, Any] = {
             "input_ids": ids.repeat_interleave(count, 0),
             "attention_mask": mask.repeat_interleave(count, 0),
@@ -167,14 +167,14 @@ class Policy(nn.Module):
             inputs["cache_implementation"] = None
         eos = end_tokens(self.model, tokenizer)
         inputs["eos_token_id"] = eos or None
-        with _sampling_as_is(self.model, base_model(self.model)):
+        with _without_sampling_defaults(self.model, base_model(self.model)):
             tokens = self.model.generate(**inputs, **options)  # type: ignore[operator]
         if cache is not None:
             cache.check_has(ids.shape[1], self.model)
         return tokens, eos
 
     def hidden(self, batch: Batch) -> Tensor:
-        """The states that predict the tokens of the completions: `[B, T, H]`."""
+        """Computes the states that predict the tokens of the completions: `[B, T, H]`."""
         T = batch.completions.shape[1]
         prompt_mask = batch.prompt_mask[batch.prompt_of]
         attention = torch.cat([prompt_mask, batch.attention], 1)[:, :-1]
@@ -198,7 +198,7 @@ class Policy(nn.Module):
         return torch.cat([encoded[batch.prompt_of, -1:], states.last_hidden_state], 1)
 
     def head(self, hidden: Tensor, logits_dtype: str | None = None) -> LMHead:
-        """The head of a call on these states; `logits_dtype` None is the policy's own."""
+        """Returns the head for these states; `logits_dtype` None is the policy's."""
         dtype = logits_dtype or self.logits_dtype
         return head_of(self.model).at(hidden, temperature=self.temperature, logits_dtype=dtype)
 
@@ -206,7 +206,7 @@ class Policy(nn.Module):
         out = self._body(
             input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True
         )
-        cache = Cached.of(out)
+        cache = Cached.from_output(out)
         if cache is None:
             raise RuntimeError(
                 f"share_prompts: expected {type(self._body).__name__} to return a key-value cache, "
@@ -220,17 +220,17 @@ class Policy(nn.Module):
 
 
 @contextmanager
-def _sampling_as_is(*models: Any) -> Iterator[None]:
-    """Leaves out what a model comes with for `generate`, but for ids of tokens and its cache.
+def _without_sampling_defaults(*models: Any) -> Iterator[None]:
+    """Leaves out the models' own options of `generate`, but for ids of tokens and the cache.
 
-    With its penalties, cutoffs or beams, samples would not be the policy's.
+    With their penalties, cutoffs or beams, samples would not be the policy's.
     """
     before = [model.generation_config for model in models]
-    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "cache_implementation")
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "cache_implementation")
     try:
         for model, config in zip(models, before, strict=True):
-            some = {k: x for k in kept if (x := getattr(config, k, None)) is not None}
-            model.generation_config = type(config)(**some)
+            options = {k: x for k in names if (x := getattr(config, k, None)) is not None}
+            model.generation_config = type(config)(**options)
         yield
     finally:
         for model, config in zip(models, before, strict=True):
@@ -251,12 +251,12 @@ def without_dropout(policy: Policy) -> Policy:
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Position ids, which padding on the left does not advance."""
+    """Returns position ids, which padding on the left does not advance."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def why_not_shared(model: Any) -> str | None:
-    """The reason why a cache cannot carry a prompt over to its completions; None if it can."""
+    """Returns why a cache cannot carry a prompt over to its completions; None if it can."""
     from transformers.cache_utils import DynamicLayer
 
     model = base_model(model)
@@ -280,14 +280,14 @@ def _cache_of_a_token(model: Any) -> Cached | None:
     with evaluating(model), without_memory() if forecast else nullcontext():
         state = without_values(body) if forecast else {}
         ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if forecast else device)
-        given = {"input_ids": ids, "use_cache": True}
-        return Cached.of(torch.func.functional_call(body, state, (), given))
+        inputs = {"input_ids": ids, "use_cache": True}
+        return Cached.from_output(torch.func.functional_call(body, state, (), inputs))
 
 
 def without_values(module: nn.Module) -> dict[str, Tensor]:
-    """A CPU's tensors for a module on the meta device, to be made in a block `without_memory`."""
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    """Makes CPU tensors for a module on the meta device, in a block `without_memory`."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {
         name: torch.empty(x.shape, dtype=x.dtype, device="cpu", requires_grad=x.requires_grad)
-        for name, x in own.items()
+        for name, x in tensors.items()
     }

@@ -43,7 +43,7 @@ class ReferenceModel:
 
     def _placed(self, model: nn.Module, config: TrainingConfig) -> Any:
         """The model on the device."""
-        policy = Policy.of_run(model.eval().requires_grad_(False), config)
+        policy = Policy.from_config(model.eval().requires_grad_(False), config)
         return policy.to(self.accelerator.device)
 
     @torch.no_grad()

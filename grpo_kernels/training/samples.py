@@ -9,24 +9,25 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from .. import batch_support, group_advantages
 from ..base.layout import to_device
 from . import ranks
+from .config import TrainingConfig
 from .data import Problem
 from .expressions import timed_out
 from .loading import check_has_logps
 from .micro_batches import Size
 from .policy import Batch
 from .rewards import RewardError, RewardFunction, judge, judge_answers, weighted_sum
-from .rollout import Completion, pad
-from .sampler import Sampler
+from .rollout import Completion, Sampler, pad
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Part of a rollout that one process has: `B` completions of `P` prompts, sorted by prompt."""
+    """The part of a rollout in one process: `B` completions of `P` prompts, sorted by prompt."""
 
     problems: list[Problem]  # [P]
     prompts: list[list[int]]  # [P], token ids
@@ -34,19 +35,19 @@ class Samples:
     completions: list[Completion]  # [B]
     texts: list[str]  # [B], what the policy wrote
     rewards: Tensor  # [B, R], NaN where a function does not apply
-    totals: Tensor  # [B], weighted sums of the rewards; NaN where none applies
+    rewards_total: Tensor  # [B], weighted sums of the rewards; NaN where none applies
     advantages: Tensor  # [B]
     mask: Tensor  # [B, T], int64
     correct: list[bool]  # [B], or empty where problems have no answer
     timed_out: int  # comparisons of answers without a result
-    transcripts: list[str]  # [B], the texts with what the policy was given between
+    transcripts: list[str]  # [B], the texts with what tools said
     sampling_logps: Tensor | None  # [B, T], of the rollout
     ce_weights: Tensor | None  # [B, T], of the cross-entropy
     replay_support: bool  # whether log-probs are over the completions' supports
 
     @cached_property
     def token_counts(self) -> list[int]:
-        """The number of tokens of each completion that the mask keeps."""
+        """The number of unmasked tokens of each completion."""
         counts: list[int] = self.mask.sum(1).tolist()
         return counts
 
@@ -56,31 +57,31 @@ class Samples:
         nonzero = (self.advantages != 0) & (self.mask != 0).any(1)
         if self.ce_weights is not None:
             nonzero |= (self.ce_weights != 0).any(1)
-        found: list[bool] = nonzero.tolist()
-        return found
+        trainable: list[bool] = nonzero.tolist()
+        return trainable
 
     @property
     def support_sizes(self) -> Tensor:
-        """The sizes of the kept sets of the completions' tokens: int64, 1-D."""
+        """The sizes of the supports of the completions' tokens: int64, 1-D."""
         sizes = [c.support.offsets.diff() for c in self.completions if c.support is not None]
         return torch.cat([torch.zeros(0, dtype=torch.int64), *sizes]).long()
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each completion, whoever they are from."""
+        """The number of tokens of each completion, those of tools included."""
         return [len(c.token_ids) for c in self.completions]
 
     def size(self, rows: Sequence[int]) -> Size:
-        """The number of these rows, and of their tokens that the mask keeps."""
+        """The number of these rows, and of their unmasked tokens."""
         return Size(len(rows), sum(self.token_counts[i] for i in rows))
 
     def batch(self, rows: Sequence[int], pad_id: int) -> tuple[Batch, Tensor]:
         """Makes a batch of rows; returns it and the row numbers, on the mask's device.
 
-        Without rows it is the last completion, all masked: a forward that counts for nothing.
+        Without rows the batch is the last completion, all masked: its forward counts for nothing.
         """
         chosen, device = rows or [len(self.completions) - 1], self.mask.device
-        batch = Batch.of_rows(
+        batch = Batch.from_rows(
             self.prompts, [self.prompt_of[i] for i in chosen],
             [self.completions[i].token_ids for i in chosen], pad_id, device,
         )  # fmt: skip
@@ -98,7 +99,7 @@ class Samples:
 class Scores:
     """Log-probs `[B, T]` that updates on samples compare with, None where they do not.
 
-    `entropy_threshold` is of the whole rollout.
+    `entropy_threshold` is that of the rollout's tokens in all processes.
     """
 
     old_logps: Tensor | None = None
@@ -119,79 +120,93 @@ def constants(
 ) -> dict[str, Any]:
     """Options of `fused_grpo_loss` for the first `T` tokens of rows.
 
-    That is their log-probs under other policies, and the weights of a cross-entropy, divided by
-    `ce_items`.
+    They are log-probs under other policies, and the weights of a cross-entropy over `ce_items`.
     """
     weights = samples.ce_weights
-    found = {
+    tensors = {
         "old_logps": scores.old_logps, "ref_logps": scores.ref_logps,
         "sampling_logps": samples.sampling_logps,
         "ce_weights": None if weights is None else weights / ce_items,
     }  # fmt: skip
-    return {name: None if x is None else x[where, :T] for name, x in found.items()}
+    return {name: None if x is None else x[where, :T] for name, x in tensors.items()}
 
 
-def judged(
+def judge_completions(
     problems: Sequence[Problem], completions: Sequence[Completion], sampler: Sampler,
     rewards: Sequence[RewardFunction], is_correct: Callable[[str, Any], bool] | None,
 ) -> Samples:  # fmt: skip
-    """Rewards of this process's completions of its problems; None judges no answer.
+    """Judges this process's completions of its problems; `is_correct` None judges no answer.
 
     Raises:
         RewardError: a function failed, or none scored any completion; on every rank.
     """
-    before, own = timed_out(), deepcopy(list(problems))  # which observers may change
+    # Copies, as observers may change what they see.
+    before, copies = timed_out(), deepcopy(list(problems))
     config, accelerator, G = sampler.config, sampler.accelerator, sampler.config.num_generations
-    device, texts = accelerator.device, sampler.texts(completions)
-    more = sampler.beside(completions, texts)
-    asked = [problem for problem in own for _ in range(G)], texts
-    table = judge(accelerator, rewards, *asked, more)
-    scores = ranks.gather(accelerator, table)
-    if scores.isnan().all():
+    per_completion = [problem for problem in copies for _ in range(G)]
+    texts = sampler.texts(completions)
+    keywords = sampler.reward_keywords(completions, texts)
+    table = judge(accelerator, rewards, per_completion, texts, keywords)
+    correct: list[bool] = []
+    if is_correct is not None:
+        correct = judge_answers(accelerator, is_correct, per_completion, texts)
+    device, drop_truncated = accelerator.device, config.mask_truncated_completions
+    mask = to_device(completion_mask(completions, drop_truncated), device)
+    logps, weights = [c.logps for c in completions], [c.ce_weights for c in completions]
+    check_has_logps(config, None not in logps)
+    # Equal in all processes, so that they have the same metrics.
+    has_support = any(c.support is not None for c in completions)
+    return Samples(
+        problems=copies,
+        prompts=[sampler.encode(problem) for problem in problems],
+        prompt_of=[i for i in range(len(problems)) for _ in range(G)],
+        completions=list(completions),
+        texts=texts,
+        transcripts=keywords["transcripts"],
+        rewards=table,
+        rewards_total=weighted_sum(table, config.reward_weights),
+        advantages=group_relative_advantages(table, config, accelerator).to(device),
+        mask=mask,
+        correct=correct,
+        timed_out=timed_out() - before,
+        sampling_logps=None if None in logps else per_token(logps, mask),
+        ce_weights=None if weights.count(None) == len(weights) else per_token(weights, mask),
+        replay_support=config.replay_support and ranks.reduce(accelerator, has_support, any),
+    )
+
+
+def group_relative_advantages(
+    rewards: Tensor, config: TrainingConfig, accelerator: Accelerator
+) -> Tensor:
+    """Returns `[B]` advantages of this process's completions from the `[B, R]` rewards of all.
+
+    Raises:
+        RewardError: no function scored any completion; on every rank.
+    """
+    every = ranks.gather(accelerator, rewards)
+    if every.isnan().all():
         raise RewardError(
             "rewards: no completion of this step was scored, as every reward function returned "
             "None for all that it judged: return numbers, or add a function that scores them"
         )
-    first = accelerator.process_index * len(texts)
     advantages = group_advantages(
-        scores, G, scale=config.scale_rewards,
+        every, config.num_generations, scale=config.scale_rewards,
         weights=config.reward_weights or None,
-    )[first : first + len(texts)]  # fmt: skip
-    correct = [] if is_correct is None else judge_answers(accelerator, is_correct, *asked)
-    mask = to_device(completion_mask(completions, config.mask_truncated_completions), device)
-    logps, weights = [c.logps for c in completions], [c.ce_weights for c in completions]
-    has_logps = None not in logps
-    check_has_logps(config, has_logps)
-    # Equal in all processes, so that they have the same metrics.
-    has_support = any(c.support is not None for c in completions)
-    return Samples(
-        own, [sampler.encode(problem) for problem in problems],
-        [i for i in range(len(problems)) for _ in range(G)], list(completions), texts, table,
-        weighted_sum(table, config.reward_weights), advantages.to(device), mask, correct,
-        timed_out() - before,
-        transcripts=more["transcripts"],
-        sampling_logps=per_token(logps, mask) if has_logps else None,
-        ce_weights=None if weights.count(None) == len(weights) else per_token(weights, mask),
-        replay_support=config.replay_support and ranks.reduce(accelerator, has_support, any),
     )  # fmt: skip
-
-
-def sampled_tokens(one: Completion) -> Sequence[bool]:
-    """True for each token of a completion that the policy sampled."""
-    return [True] * len(one.token_ids) if one.sampled is None else one.sampled
+    return advantages.split(len(rewards))[accelerator.process_index]
 
 
 def completion_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor:
-    """`[B, T]`, int64: 1 for sampled tokens; 0 for others and, if wanted, truncated completions."""
-    mask = pad([sampled_tokens(c) for c in completions], 0)[0]
+    """Makes an int64 `[B, T]` mask of sampled tokens, if asked for without cut completions."""
+    mask = pad([c.sampled_flags for c in completions], 0)[0]
     ended = torch.tensor([[c.ended] for c in completions], dtype=torch.int64)
     return mask * ended if drop_truncated else mask
 
 
 def per_token(rows: Sequence[Sequence[float] | None], mask: Tensor) -> Tensor:
-    """`[B, T]` numbers of tokens on the mask's device, 0 where there are none."""
-    found = torch.zeros(mask.shape, dtype=torch.float32)
-    for row, numbers in zip(found, rows, strict=True):
+    """Pads numbers per token to `[B, T]` on the mask's device, with 0 where there are none."""
+    padded = torch.zeros(mask.shape, dtype=torch.float32)
+    for row, numbers in zip(padded, rows, strict=True):
         if numbers is not None:
             row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float32)
-    return found.to(mask.device)
+    return padded.to(mask.device)

@@ -51,26 +51,32 @@ class Scorer:
         )  # fmt: skip
         return pad_plan(plan, ranks.reduce(self.accelerator, len(plan), max))
 
-    def trained(self, samples: Samples, number: int, rows: Sequence[int]) -> list[int]:
-        """The completions of `rows` that the rollout's update `number` does not leave out."""
+    def trainable_rows(
+        self, samples: Samples, rows: Sequence[int], *, first_update: bool
+    ) -> list[int]:
+        """Returns the completions of `rows` that an update does not leave out."""
         c = self.config
         if not (c.skip_untrained and c.loss_config().gradient_needs_advantage):
             return list(rows)
-        trained = [i for i in rows if samples.may_train[i]]
-        if number == 0 and samples.sampling_logps is not None and not trained:
+        trainable = [i for i in rows if samples.may_train[i]]
+        if first_update and samples.sampling_logps is not None and not trainable:
             # Some rows all the same, whose gradient is 0: they tell the gap to the sampler.
             return [i for i in rows if samples.token_counts[i]][: c.micro_batch_size]
-        return trained
+        return trainable
 
     def score(self, samples: Samples, minibatches: Plan) -> Scores:
-        """The log-probs and the threshold that the updates on `minibatches` compare with."""
+        """Computes the log-probs and the threshold that updates on `minibatches` compare with."""
         config, scores = self.config, Scores()
         plan = self.plan(samples, range(len(samples.texts)))
         quantile_of_rollout = config.top_entropy_quantile < 1 and config.entropy_threshold is None
         # In a rollout's first update the policy is the one that sampled, and the ratio is 1.
         if config.minibatches > 1:  # in the same parts as then, so that states have the same bits
-            trained = (self.trained(samples, *x) for x in enumerate(minibatches))
-            parts = [part for rows in trained for part in self.plan(samples, rows)]
+            parts = [
+                part for i, rows in enumerate(minibatches)
+                for part in self.plan(
+                    samples, self.trainable_rows(samples, rows, first_update=i == 0)
+                )
+            ]  # fmt: skip
         with self._in_forwards():
             if config.minibatches > 1:
                 scores = replace(scores, old_logps=self._logps(self.policy, samples, parts)[0])
@@ -80,13 +86,13 @@ class Scorer:
                 with self.reference.active(self.policy) as reference:
                     scores = replace(scores, ref_logps=self._logps(reference, samples, plan)[0])
         if quantile_of_rollout:
-            share, of_tokens = config.top_entropy_quantile, entropy[samples.mask != 0]
-            threshold = ranks.top_quantile(self.accelerator, of_tokens, share)
+            share, entropies = config.top_entropy_quantile, entropy[samples.mask != 0]
+            threshold = ranks.top_quantile(self.accelerator, entropies, share)
             scores = replace(scores, entropy_threshold=threshold)
         return scores
 
     def reference_of(self, batch: Batch) -> Reference | None:
-        """The reference's states of a micro-batch and its head, where the KL is the exact one."""
+        """Returns the reference's states of a micro-batch and its head, if the KL is exact."""
         if self.reference is None or not self.config.loss_config().exact_kl:
             return None
         with self.reference.active(self.policy) as reference:
@@ -96,26 +102,26 @@ class Scorer:
         """Warns where sampler and policy do not round their logits alike."""
         if samples.sampling_logps is None or ranks.gemm_dtype(self.config) == "float32":
             return
-        some = self.plan(samples, range(len(samples.texts)))[:1]
+        part, *_ = self.plan(samples, range(len(samples.texts)))
         with self._in_forwards():
             by_policy = [
-                self._logps(self.policy, samples, some, logits_dtype=x)[0] for x in LOGITS_DTYPES
+                self._logps(self.policy, samples, [part], logits_dtype=x)[0] for x in LOGITS_DTYPES
             ]
-        given = (samples.sampling_logps, *by_policy, samples.mask)
-        sampled, fp32, model, mask = (x[some[0]] for x in given)
-        found = check_sampler(sampled, fp32, model, mask) if mask.any() else None
-        if found is not None and found.closer not in (None, self.config.logits_dtype):
-            self.run.warn(str(found))
+        tensors = (samples.sampling_logps, *by_policy, samples.mask)
+        sampled, fp32, model, mask = (x[part] for x in tensors)
+        check = check_sampler(sampled, fp32, model, mask) if mask.any() else None
+        if check is not None and check.closer not in (None, self.config.logits_dtype):
+            self.run.warn(str(check))
 
     def _in_forwards(self) -> AbstractContextManager[None]:
-        """Forwards in which one process may run out of memory; nothing else is exchanged inside."""
+        """Starts a block of forwards in which one process may run out of memory."""
         return self.run.interruptions.shared()
 
     def _logps(
         self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False,
         logits_dtype: str | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """`[B, T]` log-probs under the policy, and its entropies (0 unless they are wanted)."""
+        """Computes `[B, T]` log-probs under the policy, and entropies (0 unless asked for)."""
         logps, entropies = torch.zeros(
             2, *samples.mask.shape, dtype=torch.float32, device=samples.mask.device
         )
@@ -134,11 +140,11 @@ class Scorer:
 
 
 def checked_gap(row: Mapping[str, float], dtype: str | None, run: Run) -> dict[str, float]:
-    """The gap between the log-probs of sampler and policy, before the policy's first update.
+    """Returns the gap between the log-probs of sampler and policy, before the first update.
 
     Args:
         row: metrics of the loss.
-        dtype: that explains a gap, as torch calls it; None: any gap is explained.
+        dtype: explains a gap; a name of torch. None: any gap is explained.
         run: keeps the gap of its first step.
 
     Raises:

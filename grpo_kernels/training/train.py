@@ -26,10 +26,9 @@ from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .observers import introduction
 from .reference_model import ReferenceModel
 from .rewards import Reward, check_rewards, resolve_rewards
-from .rollout import Rollout, end_tokens, vocabulary_of
+from .rollout import Rollout, Sampler
 from .run import Run, place_of
-from .sampler import Sampler
-from .samples import Samples, Scores, Update, constants, judged
+from .samples import Samples, Scores, Update, constants, judge_completions
 from .scoring import Scorer, checked_gap
 
 OnStep = Callable[[dict[str, Any], Samples], object]
@@ -100,7 +99,7 @@ class Trainer:
         self.sampler = Sampler(
             rollout(self.policy) if rollout is not None
             else make_rollout(config, self.policy, tokenizer, accelerator),
-            encode, config, accelerator, vocabulary_of(model), end_tokens(model, tokenizer),
+            model, encode, config, accelerator,
         )  # fmt: skip
         self.scorer = Scorer(self.policy, self.reference, self.run, tokenizer.pad_token_id)
         checkpoint.trained_weights_only(accelerator)
@@ -181,7 +180,7 @@ class Trainer:
             )  # fmt: skip
         with clock("reward"):
             judge = self.is_correct if self.has_answers else None
-            samples = judged(mine, completions, sampler, self.rewards, judge)
+            samples = judge_completions(mine, completions, sampler, self.rewards, judge)
         run.interruptions.check()
         minibatches = equal_parts(len(samples.texts), config.minibatches)
         with clock("score"):
@@ -221,7 +220,7 @@ class Trainer:
     ) -> tuple[Update, float]:
         """Adds up the gradient of an update, part by part; what was found, and the loss."""
         accelerator, scorer, interruptions = self.accelerator, self.scorer, self.run.interruptions
-        plan = scorer.plan(samples, scorer.trained(samples, number, rows))
+        plan = scorer.plan(samples, scorer.trainable_rows(samples, rows, first_update=number == 0))
         whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
         config, world = self.config.loss_config(), accelerator.num_processes
         if scores.entropy_threshold is not None:

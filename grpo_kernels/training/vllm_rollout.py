@@ -1,4 +1,4 @@
-"""`VLLMRollout`: completions by vLLM in this process, which is given the weights.
+"""`VLLMRollout`: completions by vLLM in this process, which gets the weights.
 
 Who wants vLLM as a server has a trainer with one, verl or TRL, whose head this library can be.
 """
@@ -9,7 +9,8 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy
 import torch
@@ -21,23 +22,15 @@ from ..integrations import vllm as extension
 from ..integrations.generation import support_of
 from . import ranks
 from .config import TrainingConfig
-from .rollout import Completion, RolloutError, SamplingParams, completion, end_tokens
+from .rollout import Completion, RolloutError, SamplingParams, cut_completion, end_tokens
 
 # Versions that the tests have run with.
 TESTED = ((0, 28), (0, 32))
 # Tokens in a block of vLLM's cache on a CPU, the fewest that its kernel takes. Completions share
 # the full blocks of their prompt; of vLLM's own 128 tokens, a short prompt fills one or none.
 _CPU_BLOCK_SIZE = 32
-# Set unless they are set.
+# Environment variables that are set unless the caller has set them.
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-
-
-class Sampled(NamedTuple):
-    """Completion as the engine returns it."""
-
-    token_ids: list[int]
-    logps: list[float] | None
-    kept: list[list[int]] | None  # the set that each token was sampled from
 
 
 class VLLMRollout:
@@ -82,7 +75,7 @@ class VLLMRollout:
         if processes > 1:
             options["distributed_executor_backend"] = "external_launcher"
         os.environ |= {**_ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        with _process_as_it_was():
+        with _restore_process():
             from vllm import LLM
 
             try:
@@ -102,10 +95,10 @@ class VLLMRollout:
         return "bfloat16" if low else "float32"
 
     def update_weights(self) -> None:
-        """Gives vLLM the policy's weights; every process calls it."""
+        """Sends vLLM the policy's weights; every process calls it."""
         weights = extension.names_and_weights(self.model)
         count = len(extension.names_of(self.model))
-        with torch.no_grad(), self._own_precision(), self._in_all_processes():
+        with torch.no_grad(), self._without_autocast(), self._in_all_processes():
             if self.sleeps:
                 self.llm.wake_up(tags=["weights"])
             self.llm.collective_rpc("grpo_kernels_load", args=(weights, count))
@@ -116,18 +109,18 @@ class VLLMRollout:
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
-        # Of the step's generator: a run that goes on from a checkpoint draws the same.
+        # By the step's generator: a run that goes on from a checkpoint draws the same.
         seeds = torch.randint(2**31 - 1, (len(prompts),)).tolist()
         request = self._request(count, sampling)
-        with self._own_precision(), self._in_all_processes():
-            sampled = self._generate(prompts, seeds, request)
+        with self._without_autocast(), self._in_all_processes():
+            outputs = self._generate(prompts, seeds, request)
         # The likeliest completion is asked for once, and repeated.
         repeats = count // request["n"]
-        return [c for one in sampled for c in [self._completion(one, sampling)] * repeats]
+        return [c for x in outputs for c in [self._completion(x, sampling)] * repeats]
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], request: dict[str, Any]
-    ) -> list[Sampled]:
+    ) -> list[Any]:
         """Samples `request["n"]` completions per prompt."""
         from vllm import SamplingParams as Params
 
@@ -139,10 +132,10 @@ class VLLMRollout:
         done = self.llm.generate(inputs, params, use_tqdm=False)
         if self.sleeps:
             self.llm.sleep(level=1)
-        return [_of_output(output) for answer in done for output in answer.outputs]
+        return [output for answer in done for output in answer.outputs]
 
-    def _own_precision(self) -> Any:
-        """Outside of the trainer's autocast: neither vLLM's nor a merged adapter's products."""
+    def _without_autocast(self) -> Any:
+        """A block without the trainer's autocast, for vLLM's and a merged adapter's products."""
         return torch.autocast(self.accelerator.device.type, enabled=False)
 
     def _in_all_processes(self) -> Any:
@@ -168,13 +161,18 @@ class VLLMRollout:
             "skip_special_tokens": False,
         }  # fmt: skip
 
-    def _completion(self, one: Sampled, sampling: SamplingParams) -> Completion:
-        cut = completion(one.token_ids, self.eos, sampling, self.tokenizer)
-        n = len(cut.token_ids)
-        support = None
-        if sampling.record_support and one.kept is not None:
-            support = support_of(one.kept[:n])
-        return Completion(cut.token_ids, cut.ended, one.logps and one.logps[:n], support)
+    def _completion(self, output: Any, sampling: SamplingParams) -> Completion:
+        """Makes a completion of the engine's output, which may go on after a stop string."""
+        # The reason is a string where a stop string was, a token's id where an end token was.
+        stopped = isinstance(output.stop_reason, str)
+        cut = cut_completion(output.token_ids, self.eos, sampling, self.tokenizer, stopped=stopped)
+        logps = output.logprobs and [
+            row[token].logprob for token, row in zip(cut.token_ids, output.logprobs, strict=False)
+        ]
+        mask, support = getattr(output, "sampling_mask", None), None
+        if sampling.record_support and mask is not None:
+            support = support_of(mask.token_ids[: len(cut.token_ids)])
+        return replace(cut, logps=logps, support=support)
 
     def _check(self) -> None:
         """Refuses an engine that would sample from another policy than this one."""
@@ -187,22 +185,13 @@ class VLLMRollout:
         for name, value in expected.items():
             if about.get(name) != value:
                 raise RolloutError(f"vLLM: expected {name} {value!r}; got {about.get(name)!r}")
-        tried = TESTED[0] <= version_numbers(about["vllm"]) <= TESTED[1]
-        if not tried and self.accelerator.is_main_process:
+        is_tested = TESTED[0] <= version_numbers(about["vllm"]) <= TESTED[1]
+        if not is_tested and self.accelerator.is_main_process:
             low, high = (".".join(map(str, version)) for version in TESTED)
             tqdm.write(
                 f"warning: vLLM {about['vllm']} has not been tried, {low} to {high} have; "
                 "sampler_gap tells whether its log-probs are the policy's"
             )
-
-
-def _of_output(output: Any) -> Sampled:
-    ids = list(output.token_ids)
-    logps = output.logprobs and [
-        row[token].logprob for token, row in zip(ids, output.logprobs, strict=True)
-    ]
-    mask = getattr(output, "sampling_mask", None)
-    return Sampled(ids, logps, None if mask is None else mask.token_ids)
 
 
 def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
@@ -227,9 +216,9 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
         # Blocks in which all rows fit, each with the tokens of the longest.
         blocks = (rows + 1) * (-(-length // _CPU_BLOCK_SIZE) + 1)
         width = getattr(torch, options["dtype"]).itemsize
-        wanted = kv_cache_bytes(text, blocks * _CPU_BLOCK_SIZE, width)
+        needed = kv_cache_bytes(text, blocks * _CPU_BLOCK_SIZE, width)
         room = psutil.virtual_memory().available // 2
-        options |= {"enforce_eager": True, "kv_cache_memory_bytes": min(wanted, room)}
+        options |= {"enforce_eager": True, "kv_cache_memory_bytes": min(needed, room)}
         # A prompt that is read in parts has its generator's offset set back, and torch's on a CPU
         # has none: the engine would end ("CPU Generator does not use offset").
         options["enable_chunked_prefill"] = False
@@ -260,8 +249,8 @@ def _explain(error: Exception, config: TrainingConfig) -> str:
 
 
 @contextmanager
-def _process_as_it_was() -> Iterator[None]:
-    """Puts back what vLLM changes while it starts.
+def _restore_process() -> Iterator[None]:
+    """Restores what vLLM changes while it starts.
 
     Its CPU worker sets one thread, makes `torch.set_num_threads` do nothing, sets LD_PRELOAD,
     LOCAL_WORLD_SIZE and others for processes to come, and seeds every generator.

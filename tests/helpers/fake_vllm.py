@@ -86,8 +86,9 @@ class LLM:
             else None
         )
         return SimpleNamespace(
-            token_ids=ids, logprobs=None if p.logprobs is None else logps, sampling_mask=mask
-        )
+            token_ids=ids, logprobs=None if p.logprobs is None else logps, sampling_mask=mask,
+            stop_reason=ids[-1] if ids[-1] in p.stop_token_ids else None,
+        )  # fmt: skip
 
 
 def install(monkeypatch):

@@ -12,8 +12,8 @@ from transformers import (
 )
 
 from grpo_kernels import batch_support
-from grpo_kernels.integrations.generation import SupportRecorder
-from tests.helpers.tiny_models import make_model
+from grpo_kernels.integrations.generation import StopStrings, SupportRecorder
+from tests.helpers.tiny_models import make_model, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 STEPS = 6
@@ -126,3 +126,17 @@ def test_batch_support():
     assert offsets.tolist() == [0, 2, 3, 3, 4, 4, 4, 4, 4, 4]
     with pytest.raises(ValueError, match=r"length: expected as many .* 2; got 1"):
         batch_support(rows, 1)
+
+
+def test_a_stop_string_may_end_inside_of_a_token():
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["b;c", "\n\n"])
+    rows = [("a", "b;c", "d"), ("a", "b", ";"), ("\n\n", "a", "b;c"), ("a", "b", "c"),
+            ("b;c", "b;c", "d")]  # fmt: skip
+    prompt = [tokenizer(text).input_ids for text in ("x", "\n")]
+    encode = {token: tokenizer(token).input_ids[0] for row in rows for token in row}
+    ids = torch.tensor([[*prompt[0], *prompt[1], *map(encode.get, row)] for row in rows])
+    stop = StopStrings(tokenizer, ["b;", "\n\n\n"], 2)
+    assert stop.lengths() == []
+    ended = [stop(ids[:, :length], None).tolist() for length in (3, 4, 5)]
+    assert ended[0] == [False] * 4 + [True] and stop.lengths() == [2, 3, 3, 0, 1]
