@@ -40,7 +40,7 @@ class Run:
         self.step = 0  # under way, or the last one
         self.trained = 0  # the last one whose updates were all made
         self.saved = 0  # the last one of which there is a checkpoint
-        self.within_step = False  # whether weights are between two steps
+        self.within_step = False  # whether weights have moved since the step that is trained
         self.evaluated = True  # False where an evaluation is due
         self.best: dict[str, Any] = {}  # step and accuracy of the best evaluation of the training
         self.bad_updates = 0  # without a finite gradient, the last ones in a row

@@ -159,7 +159,7 @@ class Trainer:
         )
         if self.reference is not None and _every(config.sync_ref_every, run.step):
             self.reference.sync(self.policy)
-        run.trained = run.step
+        run.trained, run.within_step = run.step, False
         run.evaluated = not (run.step == config.steps or _every(config.eval_every, run.step))
         run.tell("step", row, samples)
         if on_step is not None:
@@ -196,7 +196,6 @@ class Trainer:
                 updates.append(self.update(samples, scores, number, rows))
                 if scores.old_logps is None:  # of the policy that sampled
                     scores = replace(scores, old_logps=updates[0].logps)
-        run.within_step = False
         found = metrics.merge_updates([update.metrics for update in updates])
         clock.add("sync", sampler.take_sync_seconds())
         labels = [reward.label for reward in self.rewards]
