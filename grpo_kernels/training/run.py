@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
 from . import checkpoint, logs, ranks
 from .config import TrainingConfig
 from .interruptions import Interruptions, OutOfMemory, Preempted, StepError
-from .observers import observers_of
+from .observers import observers_of, print_above
+from .samples import Samples
+from .watch import Watch
 
 _T = TypeVar("_T")
 
@@ -37,6 +38,8 @@ class Run:
         self.config, self.accelerator, self.given = config, accelerator, given
         self.interruptions = Interruptions(accelerator)
         self.observers = observers_of(config, accelerator)
+        self.failed: set[str] = set()  # those who look on of which an error was printed
+        self.watch = Watch(config)
         self.step = 0  # under way, or the last one
         self.trained = 0  # the last one whose updates were all made
         self.saved = 0  # the last one of which there is a checkpoint
@@ -52,19 +55,43 @@ class Run:
         text = f"{self.config.seed}-{self.step}-{self.accelerator.process_index}-{what}"
         return random.Random(text).getrandbits(31)
 
-    def say(self, text: str) -> None:
-        """Prints, in the main process, above the progress bar."""
+    def print_main(self, text: str) -> None:
+        """Prints, in the main process, above the progress bar; to a closed terminal nothing."""
         if self.accelerator.is_main_process:
-            tqdm.write(text)
+            print_above(text)
 
     def warn(self, text: str) -> None:
         """Prints a warning."""
-        self.say(f"      warning: {text}")
+        self.print_main(f"      warning: {text}")
 
-    def tell(self, what: str, *news: Any) -> None:
-        """Tells who looks on; `what` is a method of `Observer`."""
+    def write_step(self, row: dict[str, Any], samples: Samples) -> None:
+        """Writes a step's row, with its warnings; then observers see it.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        if self.accelerator.is_main_process:
+            if warnings := self.watch.after_step(row):
+                row["warnings"] = warnings
+            logs.append(self.config.folder / "metrics.jsonl", row)
+        self.notify("step", row, samples)
+
+    def notify(self, event: str, *news: Any) -> None:
+        """Calls this method of every `Observer`; see `look_on`."""
         for observer in self.observers:
-            getattr(observer, what)(*news)
+            self.look_on(type(observer).__name__, getattr(observer, event), *news)
+
+    def look_on(self, name: str, look: Callable[..., object], *news: Any) -> None:
+        """Shows news to one who looks on, whose errors never end a run: the first is printed."""
+        try:
+            look(*news)
+        except Exception as error:
+            if name not in self.failed:
+                self.failed.add(name)
+                print_above(
+                    f"      warning: {name} failed ({type(error).__name__}: {error}); training "
+                    "goes on, and its later errors are not printed"
+                )
 
     def in_memory(self, work: Callable[[], _T], drop_gradients: Callable[[], None]) -> _T:
         """Does the work again, in micro-batches of half the size, as long as memory runs out.
@@ -134,6 +161,8 @@ class Run:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             logs.open_folder(config.folder, config.as_json(), state.get("step", -1))
+            for row in logs.read(config.folder / "metrics.jsonl"):  # of a run that goes on
+                self.watch.after_step(row)
         return found
 
     def save(self, policy: Any) -> None:
@@ -154,7 +183,7 @@ class Run:
             )
             return
         self.saved = self.step
-        self.tell("saved", self.best.get("step", self.step))
+        self.notify("saved", self.best.get("step", self.step))
 
     def stop(self, error: BaseException, policy: Any) -> None:
         """Keeps what was trained before a step that failed, if the weights are still those."""
@@ -164,9 +193,9 @@ class Run:
         if self.saved < self.step and not self.within_step:
             self.save(policy)
         then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
-        self.say(f"Stopped: {then}")
+        self.print_main(f"Stopped: {then}")
         if self.step and isinstance(error, Preempted):
-            self.tell("end")
+            self.notify("end")
         self.accelerator.wait_for_everyone()
 
     def _state(self) -> dict[str, Any]:

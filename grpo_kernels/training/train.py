@@ -54,7 +54,7 @@ class Trainer:
 
     `train()` runs it. The run's folder then has `config.json`, logs (`metrics.jsonl` with one row
     per step, samples, evaluations and answers), `checkpoints/`, `report.html` and `model/`. Who
-    writes and prints these is in `run.observers`, a list that may be changed.
+    shows these is in `run.observers`, a list that may be changed.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class Trainer:
 
         Args:
             on_step: called in every process with each step's row of metrics and its `Samples`,
-                before the step's evaluation and checkpoint.
+                before the step's evaluation and checkpoint. Of its errors the first is printed.
         """
         run, config = self.run, self.config
         with run.locked(), run.interruptions:
             self._open()
-            run.tell("start", run.step)
+            run.notify("start", run.step)
             if run.step == 0 or not run.evaluated:
                 self._evaluate()
                 if run.step:  # due before, and not to be made again
@@ -147,7 +147,7 @@ class Trainer:
             if config.save_model:
                 folder = config.folder / "model"
                 checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, folder)
-            run.tell("end")
+            run.notify("end")
         return config.folder
 
     def _step(self, on_step: OnStep | None) -> bool:
@@ -161,9 +161,9 @@ class Trainer:
             self.reference.sync(self.policy)
         run.trained, run.within_step = run.step, False
         run.evaluated = not (run.step == config.steps or _every(config.eval_every, run.step))
-        run.tell("step", row, samples)
+        run.write_step(row, samples)
         if on_step is not None:
-            on_step(row, samples)
+            run.look_on("on_step", on_step, row, samples)
         return not run.evaluated and self._evaluate()
 
     def train_step(self, problems: Sequence[Problem]) -> tuple[dict[str, Any], Samples]:
@@ -293,7 +293,9 @@ class Trainer:
         better = evaluation.accuracy > run.best.get("accuracy", -1.0)
         if better:
             run.best = {"step": run.step, "accuracy": evaluation.accuracy}
-        run.tell("evaluation", run.step, evaluation)
+        if self.accelerator.is_main_process:
+            evaluation.write(self.config.folder, run.step)
+        run.notify("evaluation", run.step, evaluation)
         return better and run.step > 0
 
     def _open(self) -> None:
@@ -301,11 +303,11 @@ class Trainer:
         run, counts = self.run, (len(self.train_problems), len(self.held_out))
         found = run.open()
         for text in introduction(self.config, self.accelerator, self.policy, *counts):
-            run.say(text)
+            run.print_main(text)
         if found is not None:
             self.accelerator.load_state(str(found))
             self.sampler.weights_changed()
-            run.say(f"Going on after step {run.step}, from {found}")
+            run.print_main(f"Going on after step {run.step}, from {found}")
         self.accelerator.wait_for_everyone()
 
 
