@@ -150,6 +150,23 @@ def test_another_model_is_the_reference(other, tiny_model, tmp_path):
             trainer_of(replace(config, ref_model=str(tmp_path / name)))
 
 
+def test_a_reference_of_another_tokenizer_is_refused(other, tiny_model, tmp_path):
+    """Vocabularies of one size may have other words; added tokens may be renamed."""
+    folder, model = tmp_path / "reference", other[1]
+    model.save_pretrained(folder)
+    config = config_of(tiny_model, tmp_path, beta=0.1, ref_model=str(folder))
+    saved = make_tokenizer().backend_tokenizer.to_str()
+    make_tokenizer().save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(saved.replace("<eos>", "<end>"))
+    trainer_of(config)
+    vocabulary = json.loads(saved)["model"]["vocab"]
+    a, b = vocabulary["a"], vocabulary["b"]
+    swapped = saved.replace(f'"a":{a}', f'"a":{b}').replace(f'"b":{b}', f'"b":{a}')
+    (folder / "tokenizer.json").write_text(swapped)
+    with pytest.raises(ValueError, match=rf"ref_model: .* 2 in all: token {a} is 'b', not 'a'"):
+        trainer_of(config)
+
+
 @pytest.mark.parametrize("kind", ("copy", "lora", "other"))
 def test_the_exact_kl_holds_the_policy_back(kind, other, tiny_model, tmp_path):
     options = {"copy": {}, "lora": {"lora_rank": 2}, "other": {"ref_model": other[0]}}[kind]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,13 +30,13 @@ class Run:
     Args:
         config: the run's options.
         accelerator: of its processes, which all make the same calls.
-        given: what it is given besides options, by name, as `checkpoint.digests` has it.
+        fingerprint: digests of its inputs besides options, as `checkpoint.fingerprint` has them.
     """
 
     def __init__(
-        self, config: TrainingConfig, accelerator: Accelerator, given: Mapping[str, str]
+        self, config: TrainingConfig, accelerator: Accelerator, fingerprint: Mapping[str, str]
     ) -> None:  # fmt: skip
-        self.config, self.accelerator, self.given = config, accelerator, given
+        self.config, self.accelerator, self.fingerprint = config, accelerator, fingerprint
         self.interruptions = Interruptions(accelerator)
         self.observers = observers_of(config, accelerator)
         self.failed: set[str] = set()  # those who look on of which an error was printed
@@ -155,8 +156,8 @@ class Run:
         found = checkpoint.latest(config.folder) if config.resume else None
         if found is not None:
             state = checkpoint.state_of(found)
-            given = ranks.reduce(self.accelerator, self.given, lambda of_all: of_all[0])
-            checkpoint.check_same(state, self.accelerator.num_processes, given)
+            fingerprint = ranks.reduce(self.accelerator, self.fingerprint, itemgetter(0))
+            checkpoint.check_same(state, self.accelerator.num_processes, fingerprint)
             self._restore(state)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
@@ -202,7 +203,7 @@ class Run:
         return {
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
             "config": self.config.as_json(), "processes": self.accelerator.num_processes,
-            "given": self.given, "first_gap": self.first_gap,
+            "fingerprint": self.fingerprint, "first_gap": self.first_gap,
             "micro_batch_size": self.micro_batch_size,
         }  # fmt: skip
 

@@ -88,12 +88,14 @@ class Trainer:
         if any(problem.get("answer") is None for problem in self.held_out):
             raise ValueError("held_out: expected an answer in every problem, to compare with")
         self.has_answers = all(x.get("answer") is not None for x in self.train_problems)
-        self.reference = ReferenceModel(accelerator, model, config) if config.beta else None
-        given = checkpoint.digests(
-            self.train_problems, self.held_out, encode, model,
-            trained=self.reference is not None and self.reference.copy is not None,
-        )  # fmt: skip
-        self.run = Run(config, accelerator, given)
+        self.reference = (
+            ReferenceModel(accelerator, model, tokenizer, config) if config.beta else None
+        )
+        weights = {"weights of the model": (model, False)}
+        if self.reference is not None:
+            weights |= self.reference.weights(model)
+        fingerprint = checkpoint.fingerprint(self.train_problems, self.held_out, tokenizer, weights)
+        self.run = Run(config, accelerator, fingerprint)
         self.policy, self.optimizer = prepared(
             model, config, accelerator, encode(self.train_problems[0])
         )
