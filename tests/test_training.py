@@ -16,7 +16,6 @@ from grpo_kernels.training import (
     evaluate,
     load_model,
     load_problems,
-    metrics,
 )
 from grpo_kernels.training.observers import Observer, Trackers
 from tests.helpers.tiny_models import make_model, make_tokenizer
@@ -260,7 +259,8 @@ def test_a_minibatch_without_gradient_is_not_encoded_and_loses_no_metric(tiny_mo
     assert seen == [1, 2] and row["groups_equal"] == 0.75
     assert row["ratio_max"] > 0 and row["entropy"] > 0
     updates = [{"loss": 1.0, "tokens": 2}, {"loss": 3.0, "tokens": 3, "kl_max": 7.0}]
-    assert metrics.merge_updates(updates) == {"loss": 2.0, "tokens": 5, "kl_max": 7.0}
+    merged = trainer.metrics.of_updates(updates)
+    assert merged == {"loss": 2.0, "tokens": 5, "kl_max": 7.0}
 
 
 def test_problems_need_what_they_are_judged_by(tiny_model, tmp_path):

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from . import checkpoint, logs, ranks
 from .config import TrainingConfig
 from .interruptions import Interruptions, OutOfMemory, Preempted, StepError
+from .metrics import Metrics
 from .observers import observers_of, print_above
 from .samples import Samples
 from .watch import Watch
@@ -41,6 +42,8 @@ class Run:
         self.observers = observers_of(config, accelerator)
         self.failed: set[str] = set()  # those who look on of which an error was printed
         self.watch = Watch(config)
+        self.metrics = Metrics(config.loss_config())
+        self.charts: dict[str, list[str]] = {}  # as written
         self.step = 0  # under way, or the last one
         self.trained = 0  # the last one whose updates were all made
         self.saved = 0  # the last one of which there is a checkpoint
@@ -75,6 +78,9 @@ class Run:
             if warnings := self.watch.after_step(row):
                 row["warnings"] = warnings
             logs.append(self.config.folder / "metrics.jsonl", row)
+            if self.metrics.charts() != self.charts:
+                self.charts = self.metrics.charts()
+                logs.write_charts(self.config.folder, self.charts)
         self.notify("step", row, samples)
 
     def notify(self, event: str, *news: Any) -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .data import Problem, PromptEncoder, short_enough
 from .evaluate import evaluate
 from .interruptions import BadUpdates, Preempted, StepError
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
+from .metrics import Metrics
 from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .observers import introduction
 from .reference_model import ReferenceModel
@@ -108,6 +110,11 @@ class Trainer:
         checkpoint.trained_weights_only(accelerator)
 
     @property
+    def metrics(self) -> Metrics:
+        """Registry of the run's metrics, to which anyone may add."""
+        return self.run.metrics
+
+    @property
     def rollout(self) -> Rollout:
         """Sampler of the run."""
         return self.sampler.rollout
@@ -174,16 +181,17 @@ class Trainer:
         # A seed per step: a run that goes on from a checkpoint draws what it would have drawn.
         set_seed(run.seed("step"))
         clock = metrics.Clock(accelerator.device)
-        mine = problems[accelerator.process_index :: accelerator.num_processes]
+        self.metrics.clear()
+        local = problems[accelerator.process_index :: accelerator.num_processes]
         sampler.update_weights()
         with clock("generate"):
             completions = sampler(
-                mine, config.num_generations, config.temperature,
+                local, config.num_generations, config.temperature,
                 record_support=config.records_support,
             )  # fmt: skip
         with clock("reward"):
             judge = self.is_correct if self.has_answers else None
-            samples = judged(mine, completions, sampler, self.rewards, judge)
+            samples = judged(local, completions, sampler, self.rewards, judge)
         run.interruptions.check()
         minibatches = equal_parts(len(samples.texts), config.minibatches)
         with clock("score"):
@@ -198,10 +206,9 @@ class Trainer:
                 updates.append(self.update(samples, scores, number, rows))
                 if scores.old_logps is None:  # of the policy that sampled
                     scores = replace(scores, old_logps=updates[0].logps)
-        found = metrics.merge_updates([update.metrics for update in updates])
         clock.add("sync", sampler.take_sync_seconds())
-        labels = [reward.label for reward in self.rewards]
-        return metrics.of_step(samples, labels, found, run, clock), samples
+        labels, of_updates = [x.label for x in self.rewards], [x.metrics for x in updates]
+        return metrics.of_step(samples, labels, of_updates, run, clock), samples
 
     def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
         """The optimizer step of this number on the samples: on these rows, of every process."""
@@ -209,58 +216,65 @@ class Trainer:
         rate = config.learning_rate_at((run.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        work = partial(self._add_up, samples, scores, number, rows)
-        found, loss = run.in_memory(work, self._drop_gradients)
+        work = partial(self._add_gradients, samples, scores, number, rows)
+        update, loss = run.in_memory(work, self._drop_gradients)
         more = {
             "grad_norm": self._optimizer_step(), "learning_rate": rate,
-            "loss": ranks.reduce(self.accelerator, loss, metrics.mean),
+            "loss": ranks.reduce(self.accelerator, loss, fmean),
         }  # fmt: skip
-        return replace(found, metrics=found.metrics | more)
+        return replace(update, metrics=update.metrics | more)
 
-    def _add_up(
+    def _add_gradients(
         self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]
     ) -> tuple[Update, float]:
-        """Adds up the gradient of an update, part by part; what was found, and the loss."""
-        accelerator, scorer, interruptions = self.accelerator, self.scorer, self.run.interruptions
-        plan = scorer.plan(samples, scorer.trained(samples, number, rows))
-        whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
-        config, world = self.config.loss_config(), accelerator.num_processes
+        """Adds up the gradients of an update's micro-batches; returns the update and its loss."""
+        accelerator, guard = self.accelerator, self.run.interruptions.shared
+        plan = self.scorer.plan(samples, self.scorer.trained(samples, number, rows))
+        full = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
+        logps = torch.zeros(samples.mask.shape, dtype=torch.float32, device=accelerator.device)
+        losses, parts = list[Tensor](), list[dict[str, Tensor]]()
+
+        def forward(part: Sequence[int]) -> Tensor:
+            where, loss, part_metrics, part_logps = self._loss_of(samples, scores, part, full)
+            losses.append(loss.detach())
+            parts.append(part_metrics)
+            if part:
+                logps[where, : part_logps.shape[1]] = part_logps
+            return loss
+
+        for part in plan[:-1]:
+            with accelerator.no_sync(self.policy), guard(may_stop=number == 0):
+                accelerator.backward(forward(part))
+        with guard(may_stop=number == 0):
+            last_loss = forward(plan[-1])
+        completions = [sum(samples.token_counts[i] > 0 for i in part) for part in plan]
+        merged = self.metrics.of_update(parts, completions, accelerator)
+        if number == 0:
+            merged |= checked_gap(merged, self.sampler.why_gap, self.run)
+        # Processes wait for each other in it: then nothing can be tried again.
+        with guard() if accelerator.num_processes == 1 else nullcontext():
+            accelerator.backward(last_loss)
+        return Update(merged, logps), float(sum(losses))
+
+    def _loss_of(
+        self, samples: Samples, scores: Scores, part: Sequence[int], full: Size
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
+        """The row numbers of a micro-batch of an update, its loss, metrics and log-probs."""
+        config, world = self.config.loss_config(), self.accelerator.num_processes
         if scores.entropy_threshold is not None:
             config = replace(config, entropy_threshold=scores.entropy_threshold)
-        items, ce_items = num_items(config, whole, world), max(whole.tokens, 1) / world
-        logps = torch.zeros(samples.mask.shape, dtype=torch.float32, device=accelerator.device)
-        loss = torch.zeros((), dtype=torch.float32, device=accelerator.device)
-        measured: list[dict[str, Tensor]] = []
-        for index, part in enumerate(plan):
-            batch, where = samples.batch(part, scorer.pad_id)
-            # Of a part without rows the cross-entropy counts for nothing, too.
-            counted = ce_items if part else math.inf
-            T = batch.attention.shape[1]
-            last = index == len(plan) - 1
-            with nullcontext() if last else accelerator.no_sync(self.policy):
-                with interruptions.shared(may_stop=number == 0):
-                    with accelerator.autocast():
-                        part_loss, part_metrics, part_logps = self.policy(
-                            "loss", batch, samples.advantages[where],
-                            config_of_part(config, samples.size(part), whole, world),
-                            **constants(samples, scores, where, T, counted), num_items=items,
-                            reference=scorer.reference_of(batch), execution=self.config.execution(),
-                        )  # fmt: skip
-                    if not last:
-                        accelerator.backward(part_loss)
-                measured.append(part_metrics)
-                if last:
-                    gather = partial(ranks.gather, accelerator)
-                    merged = metrics.merge_micro_batches(measured, gather)
-                    if number == 0:
-                        merged |= checked_gap(merged, self.sampler.why_gap, self.run)
-                    # Processes wait for each other in it: then nothing can be tried again.
-                    with interruptions.shared() if world == 1 else nullcontext():
-                        accelerator.backward(part_loss)
-            loss += part_loss.detach()
-            if part:
-                logps[where, :T] = part_logps
-        return Update(merged, logps), float(loss)
+        batch, where = samples.batch(part, self.scorer.pad_id)
+        # Without rows the cross-entropy counts for nothing, too.
+        ce_items = max(full.tokens, 1) / world if part else math.inf
+        with self.accelerator.autocast():
+            loss, part_metrics, logps = self.policy(
+                "loss", batch, samples.advantages[where],
+                config_of_part(config, samples.size(part), full, world),
+                **constants(samples, scores, where, batch.attention.shape[1], ce_items),
+                num_items=num_items(config, full, world),
+                reference=self.scorer.reference_of(batch), execution=self.config.execution(),
+            )  # fmt: skip
+        return where, loss, part_metrics, logps
 
     def _optimizer_step(self) -> float:
         """Clips the gradient and, if it is finite, steps; returns its norm."""
