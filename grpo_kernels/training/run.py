@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
@@ -16,13 +16,11 @@ from filelock import FileLock, Timeout
 
 from . import checkpoint, logs, ranks
 from .config import TrainingConfig
-from .interruptions import Interruptions, OutOfMemory, Preempted, StepError
+from .interruptions import Interruptions, Preempted, StepError
 from .metrics import Metrics
 from .observers import observers_of, print_above
 from .samples import Samples
 from .watch import Watch
-
-_T = TypeVar("_T")
 
 
 class Run:
@@ -100,30 +98,23 @@ class Run:
                     "goes on, and its later errors are not printed"
                 )
 
-    def in_memory(self, work: Callable[[], _T], drop_gradients: Callable[[], None]) -> _T:
-        """Does the work again, in micro-batches of half the size, as long as memory runs out.
-
-        These do not change gradients: what was added up is dropped and made again.
+    def halve_micro_batches(self) -> None:
+        """Makes micro-batches smaller once memory ran out, which does not change gradients.
 
         Raises:
             StepError: they have one completion.
         """
-        while True:
-            try:
-                return work()
-            except OutOfMemory:
-                drop_gradients()
-            if self.micro_batch_size == 1:
-                raise StepError(
-                    "memory ran out in a micro-batch of one completion: shorten "
-                    "max_completion_length, or take gradient_checkpointing, lora_rank or dtype bf16"
-                )
-            self.micro_batch_size //= 2
-            clear_device_cache(garbage_collection=True)
-            self.warn(
-                f"memory ran out: from now on micro_batch_size is {self.micro_batch_size}; the "
-                "gradients are the same"
+        if self.micro_batch_size == 1:
+            raise StepError(
+                "memory ran out in a micro-batch of one completion: shorten "
+                "max_completion_length, or take gradient_checkpointing, lora_rank or dtype bf16"
             )
+        self.micro_batch_size //= 2
+        clear_device_cache(garbage_collection=True)
+        self.warn(
+            f"memory ran out: from now on micro_batch_size is {self.micro_batch_size}; the "
+            "gradients are the same"
+        )
 
     # The folder
 
@@ -159,9 +150,9 @@ class Run:
             ValueError: the checkpoint is another run's.
         """
         config, state = self.config, dict[str, Any]()
-        found = checkpoint.latest(config.folder) if config.resume else None
-        if found is not None:
-            state = checkpoint.state_of(found)
+        path = checkpoint.latest(config.folder) if config.resume else None
+        if path is not None:
+            state = checkpoint.state_of(path)
             fingerprint = ranks.reduce(self.accelerator, self.fingerprint, itemgetter(0))
             checkpoint.check_same(state, self.accelerator.num_processes, fingerprint)
             self._restore(state)
@@ -170,7 +161,7 @@ class Run:
             logs.open_folder(config.folder, config.as_json(), state.get("step", -1))
             for row in logs.read(config.folder / "metrics.jsonl"):  # of a run that goes on
                 self.watch.after_step(row)
-        return found
+        return path
 
     def save(self, policy: Any) -> None:
         """Writes a checkpoint, if `save_every` lets it; warns where there is none.

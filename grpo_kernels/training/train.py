@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import set_seed
@@ -21,11 +20,11 @@ from .answers import is_correct as answer_is_correct
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder, short_enough
 from .evaluate import evaluate
-from .interruptions import BadUpdates, Preempted, StepError
+from .interruptions import BadUpdates, OutOfMemory, Preempted, StepError
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
 from .metrics import Metrics
 from .micro_batches import Size, config_of_part, equal_parts, num_items
-from .observers import introduction
+from .observers import introduction, print_above
 from .reference_model import ReferenceModel
 from .rewards import Reward, check_rewards, resolve_rewards
 from .rollout import Rollout, end_tokens, vocabulary_of
@@ -34,6 +33,7 @@ from .sampler import Sampler
 from .samples import Samples, Scores, Update, constants, judged
 from .scoring import Scorer, checked_gap
 
+_T = TypeVar("_T")
 OnStep = Callable[[dict[str, Any], Samples], object]
 # Updates in a row without a finite gradient, after which the run ends.
 MOST_BAD = 10
@@ -82,7 +82,7 @@ class Trainer:
             check_rollout(config, accelerator)
         set_seed(config.seed)
         encode = PromptEncoder(tokenizer, chat=config.chat)
-        say = print if accelerator.is_main_process else lambda _: None
+        say = print_above if accelerator.is_main_process else lambda _: None
         self.train_problems, self.held_out = (
             short_enough(problems, encode, config.max_prompt_length, say)
             for problems in (train, held_out)
@@ -161,10 +161,10 @@ class Trainer:
 
     def _step(self, on_step: OnStep | None) -> bool:
         """A step, and what is due after it; returns True for the best accuracy so far."""
-        run, config, known = self.run, self.config, self.train_problems
+        run, config, problems = self.run, self.config, self.train_problems
         turns = range((run.step - 1) * config.prompts_per_step, run.step * config.prompts_per_step)
         row, samples = self.train_step(
-            [known[place_of(turn, len(known), config.seed)] for turn in turns]
+            [problems[place_of(turn, len(problems), config.seed)] for turn in turns]
         )
         if self.reference is not None and _every(config.sync_ref_every, run.step):
             self.reference.sync(self.policy)
@@ -195,10 +195,9 @@ class Trainer:
         run.interruptions.check()
         minibatches = equal_parts(len(samples.texts), config.minibatches)
         with clock("score"):
-            score = partial(self.scorer.score, samples, minibatches)
-            scores = run.in_memory(score, self._drop_gradients)
+            scores = self._fitting(self.scorer.score, samples, minibatches)
             if run.step == 1:
-                run.in_memory(partial(self.scorer.compare_roundings, samples), self._drop_gradients)
+                self._fitting(self.scorer.compare_roundings, samples)
         with clock("train"):
             sampler.weights_changed()
             updates = list[Update]()
@@ -216,8 +215,7 @@ class Trainer:
         rate = config.learning_rate_at((run.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        work = partial(self._add_gradients, samples, scores, number, rows)
-        update, loss = run.in_memory(work, self._drop_gradients)
+        update, loss = self._fitting(self._add_gradients, samples, scores, number, rows)
         more = {
             "grad_norm": self._optimizer_step(), "learning_rate": rate,
             "loss": ranks.reduce(self.accelerator, loss, fmean),
@@ -291,6 +289,15 @@ class Trainer:
             raise BadUpdates(run.bad_updates, checkpoint.latest(self.config.folder))
         return grad_norm
 
+    def _fitting(self, work: Callable[..., _T], *args: Any) -> _T:
+        """Does the work, again in smaller micro-batches as long as memory runs out."""
+        while True:
+            try:
+                return work(*args)
+            except OutOfMemory:
+                self._drop_gradients()
+            self.run.halve_micro_batches()
+
     def _drop_gradients(self) -> None:
         """Forgets what was added up."""
         ranks.drop_gradients(self.policy, self.optimizer)
@@ -317,13 +324,13 @@ class Trainer:
     def _open(self) -> None:
         """Makes the run's folder, or resumes the run in it."""
         run, counts = self.run, (len(self.train_problems), len(self.held_out))
-        found = run.open()
+        path = run.open()
         for text in introduction(self.config, self.accelerator, self.policy, *counts):
             run.print_main(text)
-        if found is not None:
-            self.accelerator.load_state(str(found))
+        if path is not None:
+            self.accelerator.load_state(str(path))
             self.sampler.weights_changed()
-            run.print_main(f"Going on after step {run.step}, from {found}")
+            run.print_main(f"Going on after step {run.step}, from {path}")
         self.accelerator.wait_for_everyone()
 
 
