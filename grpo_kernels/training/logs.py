@@ -40,7 +40,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def write_charts(folder: Path, charts: Mapping[str, Sequence[str]]) -> None:
     """Writes which metrics have a picture in the report, by its title."""
-    (folder / "charts.json").write_text(json.dumps(charts, indent=1) + "\n")
+    scratch = folder / "charts.tmp"
+    scratch.write_text(json.dumps(charts, indent=1) + "\n")
+    scratch.replace(folder / "charts.json")
 
 
 def read_charts(folder: Path) -> dict[str, list[str]]:
