@@ -22,10 +22,10 @@ from grpo_kernels.training import (
     logs,
     samples,
 )
-from grpo_kernels.training.data import PromptEncoder
 from grpo_kernels.training.interruptions import BadUpdates, Preempted, StepError
 from grpo_kernels.training.rewards import RewardError, RewardFunction, reward_table
 from grpo_kernels.training.rollout import RolloutError
+from tests.helpers.tiny_models import make_model
 from tests.helpers.trainer_runs import (
     STEPS,
     assert_same_weights,
@@ -255,7 +255,7 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
     trainer_of(replace(config, resume=True, steps=3)).train()
     assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
     config = replace(config, steps=3, schedule="linear")
-    state = {"config": config.as_json(), "processes": 1, "given": {}}
+    state = {"config": config.as_json(), "processes": 1, "fingerprint": {}}
     checkpoint.check_options(state, config)
     with pytest.raises(ValueError, match="steps: expected 3, on which schedule = 'linear'"):
         checkpoint.check_options(state, replace(config, steps=4))
@@ -300,15 +300,20 @@ def sums(count, tags=(0, 8)):
 SUMS = sums(8)
 
 
-def digests_of(folder, train=SUMS[:6], held_out=SUMS[6:], factor=1.0, buffer=1.0, minus=False):
+def fingerprint_of(
+    folder, train=SUMS[:6], held_out=SUMS[6:], factor=1.0, buffer=1.0, reference=1.0, minus=False
+):
     model, tokenizer = load_model(config_of(folder, "runs", trainable=r"layers\.1\."))
     model.register_buffer("offset", torch.full((2,), buffer))
     if minus:
         tokenizer.backend_tokenizer.normalizer = normalizers.Replace("+", "-")
     with torch.no_grad():
         model.model.norm.weight.mul_(factor)
-    encode = PromptEncoder(tokenizer, chat=False)
-    return checkpoint.digests(train, held_out, encode, model, trained=False)
+    other = make_model("llama")
+    with torch.no_grad():
+        other.model.norm.weight.mul_(reference)
+    weights = {"weights of the model": (model, False), "weights of the reference": (other, True)}
+    return checkpoint.fingerprint(train, held_out, tokenizer, weights)
 
 
 @pytest.mark.parametrize(
@@ -322,15 +327,16 @@ def digests_of(folder, train=SUMS[:6], held_out=SUMS[6:], factor=1.0, buffer=1.0
         ({"minus": True}, ["tokens of the prompts"]),
         ({"factor": 1.5}, ["weights of the model"]),
         ({"buffer": 1.5}, ["weights of the model"]),
+        ({"reference": 1.5}, ["weights of the reference"]),
     ),
 )
-def test_what_a_run_is_given_is_known_again(change, names, tiny_model):
-    was, found = digests_of(tiny_model), digests_of(tiny_model, **change)
-    state = {"processes": 1, "given": was}
+def test_a_fingerprint_names_what_has_changed(change, names, tiny_model):
+    before, now = fingerprint_of(tiny_model), fingerprint_of(tiny_model, **change)
+    state = {"processes": 1, "fingerprint": before}
     told = [f"{name}: was .*sha256 [0-9a-f]{{12}}, is .*sha256 [0-9a-f]{{12}}" for name in names]
-    message = f"expected the problems and the model .*; got others: {'; '.join(told)}$"
+    message = f"expected the problems and the models .*; got others: {'; '.join(told)}$"
     with pytest.raises(ValueError, match=message) if names else contextlib.nullcontext():
-        checkpoint.check_same(state, 1, found)
+        checkpoint.check_same(state, 1, now)
 
 
 @pytest.mark.parametrize(
@@ -352,6 +358,29 @@ def test_weights_of_others_are_taken_where_the_checkpoint_has_all(
     with pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext():
         trainer_of(config, model, tokenizer).train()
     assert len(rows_of(config.folder)) == 2 - refused
+
+
+def test_another_reference_is_refused_when_a_run_goes_on(tiny_model, tmp_path):
+    """Its weights are in no checkpoint, and a folder, or a hub, may have new ones."""
+    other, folder = make_model("llama"), tmp_path / "reference"
+    other.save_pretrained(folder)
+    config = config_of(tiny_model, tmp_path, steps=1, beta=0.1, ref_model=str(folder))
+    trainer_of(config).train()
+    config = replace(config, steps=2, resume=True)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.5)
+    other.save_pretrained(folder)
+    with pytest.raises(ValueError, match="got others: weights of the reference: was"):
+        trainer_of(config).train()
+    # The model's own are in the checkpoint.
+    with torch.no_grad():
+        other.model.norm.weight.div_(1.5)
+    other.save_pretrained(folder)
+    model, tokenizer = load_model(config)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    trainer_of(config, model, tokenizer).train()
+    assert len(rows_of(config.folder)) == 2
 
 
 # Disks and folders

@@ -87,15 +87,22 @@ def test_memory_that_never_suffices(first, kept, undisturbed, tiny_model, tmp_pa
         assert_same_weights(weights_of(again), undisturbed[1], 1e-4, 1e-6)
 
 
-def test_memory_that_runs_out_elsewhere_ends_the_run(tiny_model, tmp_path, capsys):
-    """Where AdamW makes its states, say: some of the weights may have moved."""
-    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
-    trainer = same_trainer_of(config)
-    optimizer = trainer.optimizer
-    optimizer.step = at_calls({3}, out_of_memory, optimizer.step)
+@pytest.mark.parametrize("step", (1, 2))
+@pytest.mark.parametrize("where", ("optimizer", "reference", "metrics"))
+def test_memory_that_runs_out_once_weights_have_moved(where, step, tiny_model, tmp_path, capsys):
+    """No checkpoint has a step's number and other weights: AdamW's states, the copy, the row."""
+    options = STEPS | {"save_every": 0, "beta": 0.1, "sync_ref_every": 1}
+    trainer = same_trainer_of(config_of(tiny_model, tmp_path, **options))
+    if where == "optimizer":
+        owner, name, calls = trainer.optimizer, "step", {2 * step - 1}
+    elif where == "reference":
+        owner, name, calls = trainer.reference, "sync", {step}
+    else:
+        owner, name, calls = trainer.sampler, "take_sync_seconds", {step}
+    setattr(owner, name, at_calls(calls, out_of_memory, getattr(owner, name)))
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
-    assert checkpoint.latest(config.folder) is None
+    assert checkpoint.latest(trainer.config.folder) is None
     assert "no checkpoint was kept" in capsys.readouterr().out
 
 

@@ -11,12 +11,13 @@ from grpo_kernels.loss.losses import Sapo
 from grpo_kernels.training import (
     Completion,
     Trainer,
+    checkpoint,
     data,
     evaluate,
     load_model,
     load_problems,
-    metrics,
 )
+from grpo_kernels.training.observers import Observer, Trackers
 from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import (
     FakeRollout,
@@ -148,6 +149,23 @@ def test_another_model_is_the_reference(other, tiny_model, tmp_path):
             trainer_of(replace(config, ref_model=str(tmp_path / name)))
 
 
+def test_a_reference_of_another_tokenizer_is_refused(other, tiny_model, tmp_path):
+    """Vocabularies of one size may have other words; added tokens may be renamed."""
+    folder, model = tmp_path / "reference", other[1]
+    model.save_pretrained(folder)
+    config = config_of(tiny_model, tmp_path, beta=0.1, ref_model=str(folder))
+    saved = make_tokenizer().backend_tokenizer.to_str()
+    make_tokenizer().save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(saved.replace("<eos>", "<end>"))
+    trainer_of(config)
+    vocabulary = json.loads(saved)["model"]["vocab"]
+    a, b = vocabulary["a"], vocabulary["b"]
+    swapped = saved.replace(f'"a":{a}', f'"a":{b}').replace(f'"b":{b}', f'"b":{a}')
+    (folder / "tokenizer.json").write_text(swapped)
+    with pytest.raises(ValueError, match=rf"ref_model: .* 2 in all: token {a} is 'b', not 'a'"):
+        trainer_of(config)
+
+
 @pytest.mark.parametrize("kind", ("copy", "lora", "other"))
 def test_the_exact_kl_holds_the_policy_back(kind, other, tiny_model, tmp_path):
     options = {"copy": {}, "lora": {"lora_rank": 2}, "other": {"ref_model": other[0]}}[kind]
@@ -241,7 +259,8 @@ def test_a_minibatch_without_gradient_is_not_encoded_and_loses_no_metric(tiny_mo
     assert seen == [1, 2] and row["groups_equal"] == 0.75
     assert row["ratio_max"] > 0 and row["entropy"] > 0
     updates = [{"loss": 1.0, "tokens": 2}, {"loss": 3.0, "tokens": 3, "kl_max": 7.0}]
-    assert metrics.merge_updates(updates) == {"loss": 2.0, "tokens": 5, "kl_max": 7.0}
+    merged = trainer.metrics.of_updates(updates)
+    assert merged == {"loss": 2.0, "tokens": 5, "kl_max": 7.0}
 
 
 def test_problems_need_what_they_are_judged_by(tiny_model, tmp_path):
@@ -309,10 +328,57 @@ def test_a_run_that_nobody_looks_at_trains_the_same(tiny_model, tmp_path):
     alone.run.observers.clear()
     folder = alone.train()
     assert_same_weights(weights_of(alone), weights_of(seen))
-    assert {path.name for path in folder.iterdir()} == {".lock", "checkpoints", "config.json"}
+    assert {path.name for path in folder.iterdir()} == {
+        ".lock", "checkpoints", "config.json", "metrics.jsonl", "evaluations.jsonl",
+        "answers.jsonl",
+    }  # fmt: skip
     # Nor are checkpoints deleted.
     kept = [len([*(x / "checkpoints").iterdir()]) for x in (config.folder, folder)]
     assert kept[0] in (2, 3) and kept[1] == 4
+
+
+@pytest.mark.parametrize("event", ("start", "step", "evaluation", "saved", "end", "on_step"))
+def test_who_looks_on_never_ends_a_run(event, tiny_model, tmp_path, capsys):
+    """A tracker without a network, say: the row is there when it looks, and so are all others."""
+    config = config_of(tiny_model, tmp_path, eval_size=2, eval_every=1, save_every=1, steps=3)
+    trainer, seen = trainer_of(config), []
+
+    def fails(*_):
+        seen.append(len(rows_of(config.folder)) if trainer.run.step else 0)
+        raise ConnectionError("no route to the tracker")
+
+    class Tracker(Observer):
+        pass
+
+    setattr(Tracker, event, fails)
+    trainer.run.observers.insert(0, Tracker(config))
+    folder = trainer.train(fails if event == "on_step" else None)
+    assert len(rows_of(folder)) == 3 and checkpoint.latest(folder).name == "step-000003"
+    assert (folder / "report.html").exists()
+    if event in ("step", "on_step"):
+        assert seen == [1, 2, 3]
+    name = "on_step" if event == "on_step" else "Tracker"
+    printed = capsys.readouterr().out
+    assert printed.count(f"{name} failed (ConnectionError: no route to the tracker)") == 1
+
+
+def test_a_terminal_that_was_closed_ends_no_run(tiny_model, tmp_path, monkeypatch):
+    def closed(*_, **__):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    trainer = trainer_of(config_of(tiny_model, tmp_path, steps=1))
+    monkeypatch.setattr("tqdm.tqdm.write", closed)
+    assert len(rows_of(trainer.train())) == 1
+
+
+def test_trackers_get_options_that_they_take(tiny_model, tmp_path):
+    """TensorBoard takes numbers, bools and text."""
+    options = {"loss_options": {}, "stop": ["a", "b"], "trackers": []}
+    trainer, taken = trainer_of(config_of(tiny_model, tmp_path, **options)), {}
+    trainer.accelerator.init_trackers = lambda name, config: taken.update(config)
+    Trackers(trainer.config, trainer.accelerator).start(0)
+    assert all(isinstance(x, (int, float, str, type(None))) for x in taken.values())
+    assert (taken["stop"], taken["loss_options"], taken["steps"]) == ("a, b", "{}", 2)
 
 
 def test_special_tokens_are_text_but_for_those_that_end_begin_or_pad(tiny_model, tmp_path):

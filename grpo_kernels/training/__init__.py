@@ -6,6 +6,7 @@ try:
     from .data import Problem, problem_of
     from .data import load as load_problems
     from .loading import load_model
+    from .metrics import Metric
     from .rollout import Completion, Rollout, SamplingParams
     from .samples import Samples
     from .train import Trainer
@@ -18,6 +19,7 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "Completion",
+    "Metric",
     "Problem",
     "Rollout",
     "Samples",

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from . import ranks
 from .config import TrainingConfig
-from .data import Problem, PromptEncoder
+from .data import Problem
 
 # Options that may change when a run goes on: how long, how often something is logged or saved, and
 # how the work is cut into pieces.
@@ -62,40 +62,44 @@ def _named(accelerator: Accelerator, model: Any) -> Any:
     return accelerator.unwrap_model(model).named_parameters()
 
 
-def digests(
-    train: Iterable[Problem], held_out: Iterable[Problem], encode: PromptEncoder, model: nn.Module,
-    *, trained: bool,
+def fingerprint(
+    train: Sequence[Problem], held_out: Sequence[Problem], tokenizer: Any,
+    weights: Mapping[str, tuple[nn.Module, bool]],
 ) -> dict[str, str]:  # fmt: skip
     """Digests, by name, of a run's inputs besides its options, which a resumed run has to have.
 
-    `trained`: of the weights that are trained as well, which are no checkpoint's where the
-    reference is a copy of them.
+    Args:
+        train: problems; like `held_out`, with all of their columns.
+        held_out: problems of the evaluations.
+        tokenizer: the policy's; it tokenizes all prompts.
+        weights: models by name, and for each whether weights that are trained count. They do not
+            where the checkpoint has them. Of each weight some numbers are read.
     """
-    parts = {"train": list(train), "held_out": list(held_out)}
-    found = {
+    parts = {"train": train, "held_out": held_out}
+    digests = {
         name: f"{len(problems)} problems, sha256 {_digest(map(_as_text, problems))}"
         for name, problems in parts.items()
     }
     # Not the prompts as encoded: a chat template may print the date.
-    tokenizer = encode.tokenizer
     prompts = (problem["prompt"] for problems in parts.values() for problem in problems)
     ids = (str(tokenizer(str(prompt)).input_ids) for prompt in prompts)
     template = str(getattr(tokenizer, "chat_template", None))
-    found["tokens of the prompts"] = f"sha256 {_digest((template, *ids))}"
-    weights = (
-        f"{name} {x.dtype} {list(x.shape)} {_some_numbers(x.data)}"
-        for name, x in model.state_dict(keep_vars=True).items()
-        if isinstance(x, Tensor) and (trained or not x.requires_grad)
-    )
-    found["weights of the model"] = f"sha256 {_digest(weights)}"
-    return found
+    digests["tokens of the prompts"] = f"sha256 {_digest((template, *ids))}"
+    for name, (model, with_trained) in weights.items():
+        texts = (
+            f"{key} {x.dtype} {list(x.shape)} {_some_numbers(x.data)}"
+            for key, x in model.state_dict(keep_vars=True).items()
+            if isinstance(x, Tensor) and (with_trained or not x.requires_grad)
+        )
+        digests[name] = f"sha256 {_digest(texts)}"
+    return digests
 
 
 def _digest(texts: Iterable[str]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for text in texts:
-        found.update(f"{len(text)} {text}".encode(errors="replace"))
-    return found.hexdigest()[:12]
+        digest.update(f"{len(text)} {text}".encode(errors="replace"))
+    return digest.hexdigest()[:12]
 
 
 def _as_text(problem: Problem) -> str:
@@ -179,7 +183,7 @@ def state_of(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         state = None
     kinds = {"step": int, "config": dict, "processes": int, "best": dict,
-             "micro_batch_size": int, "given": dict}  # fmt: skip
+             "micro_batch_size": int, "fingerprint": dict}  # fmt: skip
     if not isinstance(state, dict) or not all(
         isinstance(state.get(k), t) for k, t in kinds.items()
     ):
@@ -210,8 +214,8 @@ def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
         )
 
 
-def check_same(state: Mapping[str, Any], processes: int, given: Mapping[str, str]) -> None:
-    """Refuses to go on with other problems, weights or processes than the checkpoint's.
+def check_same(state: Mapping[str, Any], processes: int, fingerprint: Mapping[str, str]) -> None:
+    """Refuses to go on with other problems, tokens, weights or processes than the checkpoint's.
 
     Raises:
         ValueError: names each that has changed, with both values.
@@ -221,13 +225,12 @@ def check_same(state: Mapping[str, Any], processes: int, given: Mapping[str, str
             f"resume: expected {state['processes']} processes, as the checkpoint has; "
             f"got {processes}"
         )
-    was: Mapping[str, str] = state["given"]
-    if was != given:
-        changed = "; ".join(
-            f"{n}: was {was.get(n)}, is {x}" for n, x in given.items() if x != was.get(n)
-        )
+    before: Mapping[str, str] = state["fingerprint"]
+    names = [n for n in {**before, **fingerprint} if before.get(n) != fingerprint.get(n)]
+    if names:
+        changed = "; ".join(f"{n}: was {before.get(n)}, is {fingerprint.get(n)}" for n in names)
         raise ValueError(
-            f"resume: expected the problems and the model that the run began with; got others: "
+            f"resume: expected the problems and the models that the run began with; got others: "
             f"{changed}"
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,20 @@ def read(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+def write_charts(folder: Path, charts: Mapping[str, Sequence[str]]) -> None:
+    """Writes which metrics have a picture in the report, by its title."""
+    scratch = folder / "charts.tmp"
+    scratch.write_text(json.dumps(charts, indent=1) + "\n")
+    scratch.replace(folder / "charts.json")
+
+
+def read_charts(folder: Path) -> dict[str, list[str]]:
+    """Returns the metrics with a picture of their own, by its title."""
+    path = folder / "charts.json"
+    charts: dict[str, list[str]] = json.loads(path.read_text()) if path.exists() else {}
+    return charts
 
 
 def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:

@@ -1,27 +1,221 @@
-"""Metrics of micro-batches, updates and processes, merged into those of a step; accuracy."""
+"""Metrics of a run: a registry of how each is merged, and the row of a step."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from numbers import Real
-from statistics import fmean as mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
+from .. import GRPOLossConfig
 from ..base.sequences import masked_quantile
+from ..loss.metrics import TAKEN, TAKEN_PREFIXES
 from . import ranks
 from .config import TrainingConfig
 from .data import Problem
-from .rewards import weighted_sum
-from .run import Run
 from .samples import Samples
+
+if TYPE_CHECKING:
+    from .run import Run
+
+PER, MERGE = ("token", "completion"), ("mean", "max", "min", "sum")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of a step's row, and how its values are merged.
+
+    Args:
+        name: the column's.
+        per: `"token"` or `"completion"`: what a loss's mean over a micro-batch is a mean over, by
+            the number of which these means are averaged.
+        merge: `"mean"`, `"max"`, `"min"` or `"sum"` of micro-batches, updates and processes.
+        chart: the title of its picture in `report.html`, which metrics may share; None: no picture.
+    """
+
+    name: str
+    per: str = "completion"
+    merge: str = "mean"
+    chart: str | None = None
+
+
+@dataclass
+class _Total:
+    """Sums and extremes of values."""
+
+    count: float = 0.0
+    weighted: float = 0.0
+    largest: float = -math.inf
+    smallest: float = math.inf
+
+    def add(self, value: float, count: float) -> None:
+        """Counts a value so many times."""
+        self.merge(_Total(count, value * count, value, value))
+
+    def merge(self, other: _Total) -> None:
+        """Adds another total; NaN stays."""
+        self.count, self.weighted = self.count + other.count, self.weighted + other.weighted
+        if other.largest > self.largest or math.isnan(other.largest):
+            self.largest = other.largest
+        if other.smallest < self.smallest or math.isnan(other.smallest):
+            self.smallest = other.smallest
+
+    def result(self, merge: str) -> float:
+        """NaN of no value."""
+        if not self.count:
+            return math.nan
+        return {
+            "mean": self.weighted / self.count, "sum": self.weighted, "max": self.largest,
+            "min": self.smallest,
+        }[merge]  # fmt: skip
+
+
+class Metrics:
+    """The metrics of a run, by name; losses, rewards, rollouts and users add to them.
+
+    One that is not registered is a mean.
+    """
+
+    def __init__(self, config: GRPOLossConfig) -> None:
+        # A loss averages its own metrics over sequences where it tells these apart.
+        self._own_per = "completion" if config.loss.needs_sequences else "token"
+        self._metrics = {metric.name: metric for metric in _of_losses(config)}
+        self._totals: dict[str, _Total] = {}
+
+    def register(self, *metrics: Metric) -> None:
+        """Adds metrics, or replaces those of the same name.
+
+        Raises:
+            ValueError: a name of the library's, or a `per` or `merge` that does not exist.
+        """
+        for metric in metrics:
+            if metric.name in TAKEN or metric.name.startswith(TAKEN_PREFIXES):
+                raise ValueError(
+                    f"metrics: expected a name that the library does not use; got {metric.name!r}"
+                )
+            for option, value, known in (("per", metric.per, PER), ("merge", metric.merge, MERGE)):
+                if value not in known:
+                    raise ValueError(
+                        f"{option}: expected one of {', '.join(known)} for {metric.name}; got "
+                        f"{value!r}"
+                    )
+            self._metrics[metric.name] = metric
+
+    def add(self, name: str, values: Iterable[float] | Tensor) -> None:
+        """Adds values of this process's tokens or completions to the step; NaN is left out."""
+        total = self._totals.setdefault(name, _Total())
+        for value in values.tolist() if isinstance(values, Tensor) else map(float, values):
+            if not math.isnan(value):
+                total.add(value, 1.0)
+
+    def clear(self) -> None:
+        """Forgets what was added since the last row, by an evaluation, say."""
+        self._totals = {}
+
+    def take(self, accelerator: Accelerator) -> dict[str, float]:
+        """Returns what was added to the step in all processes, merged, and forgets it."""
+        totals, self._totals = self._totals, {}
+        return self._results(ranks.reduce(accelerator, totals, _merged))
+
+    def of_update(
+        self, parts: Sequence[Mapping[str, Tensor]], completions: Sequence[int],
+        accelerator: Accelerator,
+    ) -> dict[str, float]:  # fmt: skip
+        """Merges the metrics of an update's micro-batches, over all processes.
+
+        Args:
+            parts: 0-d tensors by name, as a loss returns them, per micro-batch.
+            completions: the number of completions with a token in each.
+            accelerator: of the processes, which make this call together.
+        """
+        numbers = iter(torch.stack([x.float() for part in parts for x in part.values()]).tolist())
+        totals: dict[str, _Total] = {}
+        for part, count in zip(parts, completions, strict=True):
+            values = {name: next(numbers) for name in part}
+            counts = {
+                "token": values["tokens"], "completion": count,
+                "ce_token": values.get("ce_tokens", 0.0),
+            }  # fmt: skip
+            if "ess" in values:  # (mean r)^2 / mean r^2, of which the latter can be merged
+                ratio, ess = values["ratio_mean"], values.pop("ess")
+                values[_SQUARES] = ratio**2 / ess if ess else math.inf
+            for name, value in values.items():
+                metric = self._metrics.get(name) or Metric(name, self._own_per)
+                if name not in _HIDDEN and counts[metric.per]:
+                    times = 1.0 if metric.merge == "sum" else counts[metric.per]
+                    totals.setdefault(name, _Total()).add(value, times)
+        row = {"tokens": 0.0} | self._results(ranks.reduce(accelerator, totals, _merged))
+        if _SQUARES in row:
+            row["ess"] = row["ratio_mean"] ** 2 / row.pop(_SQUARES)
+        return row
+
+    def of_updates(self, updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
+        """Merges updates, each of which counts once; one that some lack is of the others."""
+        totals: dict[str, _Total] = {}
+        for update in updates:
+            for name, value in update.items():
+                totals.setdefault(name, _Total()).add(value, 1.0)
+        return self._results(totals)
+
+    def charts(self) -> dict[str, list[str]]:
+        """Returns the names of the metrics in each picture of the report, by its title."""
+        titles: dict[str, list[str]] = {}
+        for metric in self._metrics.values():
+            if metric.chart is not None:
+                titles.setdefault(metric.chart, []).append(metric.name)
+        return titles
+
+    def _results(self, totals: Mapping[str, _Total]) -> dict[str, float]:
+        known = self._metrics
+        return {
+            name: total.result(known[name].merge if name in known else "mean")
+            for name, total in totals.items()
+        }
+
+
+def _merged(everywhere: Iterable[Mapping[str, _Total]]) -> dict[str, _Total]:
+    """Merges the totals of all processes."""
+    merged: dict[str, _Total] = {}
+    for totals in everywhere:
+        for name, total in totals.items():
+            merged.setdefault(name, _Total()).merge(total)
+    return merged
+
+
+# The mean square of a micro-batch's ratios.
+_SQUARES = "ratio_squares"
+# Values of a micro-batch that a row does not have, or has of the whole rollout.
+_HIDDEN = {"ce_loss", "ce_tokens", "support/mean", "support/p99", "support/singletons"}
+
+
+def _of_losses(config: GRPOLossConfig) -> Iterator[Metric]:
+    """The library's own metrics that are no means over completions or updates."""
+    for name in ("tokens", "answers_timed_out"):
+        yield Metric(name, "token", "sum")
+    by_ratio = "completion" if config.ratio_level == "sequence" else "token"
+    by_weight = "completion" if config.corrects_sequences else "token"
+    gap, weight = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+    for name in ("ratio_mean", "kl", "entropy", "zero_gradient", "off_policy_dropped",
+                 "entropy_kept", "support/gathered", f"{gap}/mean", _SQUARES):  # fmt: skip
+        yield Metric(name, "token")
+    for name in ("clip_low", "clip_high", "clip_ratio/low_mean", "clip_ratio/high_mean",
+                 "clip_ratio/region_mean"):  # fmt: skip
+        yield Metric(name, by_ratio)
+    yield Metric(f"{weight}/mean", by_weight)
+    yield Metric("ce_nll", "ce_token")
+    for name in ("ratio_max", "kl_max", "clip_ratio/high_max", f"{gap}/max", f"{weight}/max",
+                 "sampler_gap_max"):  # fmt: skip
+        yield Metric(name, "token", "max")
+    for name in ("clip_ratio/low_min", f"{weight}/min"):
+        yield Metric(name, "token", "min")
 
 
 class Clock:
@@ -40,69 +234,64 @@ class Clock:
         self.add(name, time.perf_counter() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Counts more seconds for a part, which is not told where there are none."""
+        """Counts more seconds for a part, which has no column where there are none."""
         if seconds:
             self.seconds[name] += seconds
 
 
 def of_step(
-    samples: Samples, names: Sequence[str], updates: Mapping[str, float], run: Run, clock: Clock
-) -> dict[str, Any]:
+    samples: Samples, labels: Sequence[str], updates: Iterable[Mapping[str, float]], run: Run,
+    clock: Clock,
+) -> dict[str, Any]:  # fmt: skip
     """A step's row of metrics, over all processes.
 
     Args:
         samples: those of this process.
-        names: of the reward functions.
+        labels: of the reward functions.
         updates: metrics of the step's updates.
         run: whose step it is.
         clock: has the step's seconds.
     """
-    c, accelerator = run.config, run.accelerator
-    gather = partial(ranks.gather, accelerator)
-    row = {"step": run.step, **of_samples(samples, names, c, gather)}
+    add_samples(run.metrics, samples, labels, run.config)
+    row = {"step": run.step, **run.metrics.take(run.accelerator)}
     if samples.replay_support:
-        row |= of_support(ranks.reduce(accelerator, samples.support_sizes, torch.cat))
-    row |= updates
-    if run.micro_batch_size < c.micro_batch_size:  # since memory has run out
+        row |= of_support(ranks.reduce(run.accelerator, samples.support_sizes, torch.cat))
+    row |= run.metrics.of_updates(updates)
+    if run.micro_batch_size < run.config.micro_batch_size:  # since memory has run out
         row["micro_batch_size"] = run.micro_batch_size
     if run.bad_updates:
         row["bad_updates"] = run.bad_updates
     row["seconds"] = sum(clock.seconds.values())
     row |= {f"seconds/{name}": value for name, value in clock.seconds.items()}
-    return row | {"peak_memory_gib": peak_memory(accelerator.device) / 2**30}
+    return row | {"peak_memory_gib": peak_memory(run.accelerator.device) / 2**30}
 
 
-def of_samples(
-    samples: Samples, names: Sequence[str], config: TrainingConfig,
-    gather: Callable[[Tensor], Tensor],
-) -> dict[str, float]:  # fmt: skip
-    """Metrics of a rollout; `gather` returns the rows of all processes."""
-    rewards = gather(samples.rewards)
-    sampled = [sum(c.sampled_flags) for c in samples.completions]
-    lengths = gather(torch.tensor(sampled, dtype=torch.float64))
-    ended = gather(torch.tensor([c.ended for c in samples.completions], dtype=torch.float32))
-    # Completions that no function scored are in no figure.
-    groups = weighted_sum(rewards, config.reward_weights).view(-1, config.num_generations)
+def add_samples(
+    metrics: Metrics, samples: Samples, labels: Sequence[str], config: TrainingConfig
+) -> None:
+    """Adds what is known of a rollout before its updates.
+
+    Completions that no function scored are in no figure.
+    """
+    groups = samples.rewards_total.view(-1, config.num_generations)
     squares = ((groups - groups.nanmean(1, keepdim=True)) ** 2).nansum(1)
     std = (squares / (groups.isfinite().sum(1) - 1).clamp(min=0)).sqrt()  # NaN of fewer than 2
-    row = {"reward": float(groups.nanmean()), "reward_std": float(std.nanmean())}
-    for name, column in zip(names, rewards.T, strict=True):
-        row[f"reward/{name}"] = float(column.nanmean())
-    if samples.correct:
-        correct = gather(torch.tensor(samples.correct, dtype=torch.float64))
-        row["accuracy"] = float(correct.mean())
-        known = [_level_of(samples.problems[i]) for i in samples.prompt_of]
-        levels = gather(torch.tensor(known, dtype=torch.float64))
-        for level in sorted(set(levels[levels.isfinite()].tolist())):
-            row[f"accuracy/level_{level:g}"] = float(correct[levels == level].mean())
+    metrics.add("reward", samples.rewards_total)
+    metrics.add("reward_std", std)
+    for label, column in zip(labels, samples.rewards.T, strict=True):
+        metrics.add(f"reward/{label}", column)
     largest, smallest = groups.nan_to_num(-math.inf).amax(1), groups.nan_to_num(math.inf).amin(1)
-    row["groups_equal"] = float((largest <= smallest).double().mean())
-    late = gather(torch.tensor([float(samples.timed_out)], dtype=torch.float64)).sum()
-    if late:
-        row["answers_timed_out"] = float(late)
-    row["completion_length"] = float(lengths.mean())
-    row["truncated"] = 1 - float(ended.mean())
-    return row
+    metrics.add("groups_equal", largest <= smallest)
+    metrics.add("completion_length", [sum(c.sampled_flags) for c in samples.completions])
+    metrics.add("truncated", [not c.ended for c in samples.completions])
+    if samples.correct:
+        metrics.add("accuracy", samples.correct)
+        for index, correct in zip(samples.prompt_of, samples.correct, strict=True):
+            level = _level_of(samples.problems[index])
+            if math.isfinite(level):
+                metrics.add(f"accuracy/level_{level:g}", [correct])
+    if samples.timed_out:
+        metrics.add("answers_timed_out", [samples.timed_out])
 
 
 def _level_of(problem: Problem) -> float:
@@ -123,61 +312,6 @@ def of_support(sizes: Tensor) -> dict[str, float]:
         "support/p99": float(masked_quantile(sizes, torch.ones_like(sizes), 0.99)),
         "support/singletons": float((sizes == 1).double().mean()),
     }
-
-
-# What is no mean over the tokens of a micro-batch.
-_SUMMED = {"tokens", "ce_loss", "ce_tokens", "ce_nll"}
-# Known of the whole rollout already; and a count of what the trainer does not permit.
-_NOT_MERGED = {"support/mean", "support/p99", "support/singletons", "support/fallback"}
-
-
-def merge_micro_batches(
-    parts: Sequence[Mapping[str, Tensor]], gather: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
-    """Merges the metrics of an update's micro-batches: means over tokens, and extremes.
-
-    `parts` are 0-d tensors by name, equally many on each process; `gather` returns the rows of all.
-    """
-    names = sorted({name for part in parts for name in part} - _NOT_MERGED)
-    absent = torch.zeros((), dtype=torch.float32, device=parts[0]["tokens"].device)
-    values = torch.stack([
-        torch.stack([part.get(name, absent).float() for name in names]) for part in parts
-    ])  # fmt: skip
-    rows = gather(values).double()
-    tokens = rows[:, names.index("tokens")]
-    merged = {"tokens": float(tokens.sum())}
-    if "ce_nll" in names:
-        count, mean_nll = (rows[:, names.index(name)] for name in ("ce_tokens", "ce_nll"))
-        merged["ce_nll"] = float((count * mean_nll).sum() / count.sum().clamp(min=1))
-    rows, tokens = rows[tokens > 0], tokens[tokens > 0]
-    for name, column in zip(names, rows.T, strict=True):
-        if name in _SUMMED or not len(column):
-            continue
-        if reducer_for(name) is mean:
-            merged[name] = float((column * tokens).sum() / tokens.sum())
-        else:
-            merged[name] = reducer_for(name)(column.tolist())
-    if "ess" in merged:
-        # (sum r)^2 / (N sum r^2), from the same of each part.
-        ratio, ess = (rows[:, names.index(name)] for name in ("ratio_mean", "ess"))
-        squares = (tokens * ratio**2 / ess).sum()
-        merged["ess"] = float((tokens * ratio).sum() ** 2 / (tokens.sum() * squares))
-    return merged
-
-
-def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merges the metrics of a rollout's updates; one that some lack is averaged over the rest."""
-    row = {}
-    for name in dict.fromkeys(name for update in updates for name in update):
-        values = [update[name] for update in updates if name in update]
-        row[name] = sum(values) if name == "tokens" else reducer_for(name)(values)
-    return row
-
-
-def reducer_for(name: str) -> Callable[[Sequence[float]], float]:
-    """The function that merges values of a metric with this name: the mean, or an extreme."""
-    last = name.replace("/", "_").rsplit("_", 1)[-1]
-    return {"max": max, "min": min}.get(last, mean)
 
 
 def peak_memory(device: torch.device) -> int:

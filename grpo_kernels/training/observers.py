@@ -1,11 +1,14 @@
-"""Observers of a run: files, terminal, trackers, page, pruning of checkpoints.
+"""Observers of a run: terminal, completions, trackers, page, pruning of checkpoints.
 
-A run without any of them trains the same. All of them are in the main process alone.
+A run without any of them trains the same, and so does one in which they fail. All of them are in
+the main process alone, and see a row once it is written.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from accelerate import Accelerator
@@ -15,7 +18,6 @@ from . import checkpoint, logs, report
 from .config import TrainingConfig
 from .evaluate import Evaluation
 from .samples import Samples
-from .watch import Watch
 
 # What the terminal shows of a step, if a run has it.
 _LINE = {
@@ -45,32 +47,13 @@ class Observer:
         return step == 1 or step % self.config.show_every == 0
 
 
-class Warnings(Observer):
-    """Adds warnings to a step's row; comes before those who write it."""
-
-    def start(self, step: int) -> None:
-        self.watch = Watch(self.config)
-        for row in logs.read(self.config.folder / "metrics.jsonl"):  # of a run that goes on
-            self.watch.after_step(row)
+class Completions(Observer):
+    """Writes the completions of some steps, to `samples.jsonl`."""
 
     def step(self, row: dict[str, Any], samples: Samples) -> None:
-        warnings = self.watch.after_step(row)
-        if warnings:
-            row["warnings"] = warnings
-
-
-class Files(Observer):
-    """Writes the run's files of one row per step, completion, evaluation and answer."""
-
-    def step(self, row: dict[str, Any], samples: Samples) -> None:
-        logs.append(self.config.folder / "metrics.jsonl", row)
         if self.shows_samples(row["step"]):
             for shown in sample_rows(samples, self.config.num_generations):
-                row_of_it = {"step": row["step"], **shown}
-                logs.append(self.config.folder / "samples.jsonl", row_of_it)
-
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        evaluation.write(self.config.folder, step)
+                logs.append(self.config.folder / "samples.jsonl", {"step": row["step"], **shown})
 
 
 class Terminal(Observer):
@@ -105,9 +88,8 @@ class Trackers(Observer):
         self.accelerator = accelerator
 
     def start(self, step: int) -> None:
-        of_lists = {k: ", ".join(map(str, v)) if isinstance(v, list) else v
-                    for k, v in self.config.as_json().items()}  # fmt: skip
-        self.accelerator.init_trackers(self.config.name, config=of_lists)
+        options = {name: _plain(value) for name, value in self.config.as_json().items()}
+        self.accelerator.init_trackers(self.config.name, config=options)
 
     def step(self, row: dict[str, Any], samples: Samples) -> None:
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
@@ -131,14 +113,10 @@ class Page(Observer):
     def end(self) -> None:
         self._write("\nLook at {}")
 
-    def _write(self, told: str = "") -> None:
-        try:
-            page, summary = report.write(self.config.folder)
-        except OSError as error:
-            tqdm.write(f"      warning: no report ({type(error).__name__}: {error})")
-            return
-        if told:
-            tqdm.write(summary + told.format(page))
+    def _write(self, ending: str = "") -> None:
+        page, summary = report.write(self.config.folder)
+        if ending:
+            tqdm.write(summary + ending.format(page))
 
 
 class Pruning(Observer):
@@ -148,11 +126,24 @@ class Pruning(Observer):
         checkpoint.prune(self.config.folder, best)
 
 
+def _plain(value: Any) -> Any:
+    """Returns an option as trackers take it: a number, a bool or text."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return value if isinstance(value, (int, float, str, type(None))) else json.dumps(value)
+
+
+def print_above(text: str) -> None:
+    """Prints above the progress bar; a terminal that was closed has no say."""
+    with suppress(OSError, ValueError):
+        tqdm.write(text)
+
+
 def observers_of(config: TrainingConfig, accelerator: Accelerator) -> list[Observer]:
     """Returns the observers of a run."""
     if not accelerator.is_main_process:
         return []
-    of_all = [kind(config) for kind in (Warnings, Files, Terminal, Page, Pruning)]
+    of_all = [kind(config) for kind in (Completions, Terminal, Page, Pruning)]
     return of_all + [Trackers(config, accelerator)] * bool(config.trackers)
 
 

@@ -23,15 +23,20 @@ class ReferenceModel:
     A copy follows the policy every `sync_ref_every` steps, and is then in the run's checkpoints.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, config: TrainingConfig) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, tokenizer: Any, config: TrainingConfig
+    ) -> None:
         self.accelerator, self.alpha = accelerator, config.ref_mixup_alpha
         self.copy: Any = None
-        if config.ref_model is not None:
+        self.is_other = config.ref_model is not None
+        if self.is_other:
+            check_tokens(str(config.ref_model), tokenizer)
             self.copy = self._placed(load_reference(config), config)
-            found, wanted = (vocabulary_of(x) for x in (self.copy.model, model))
-            if found != wanted:
+            sizes = vocabulary_of(model), vocabulary_of(self.copy.model)
+            if sizes[0] != sizes[1]:
                 raise ValueError(
-                    f"ref_model: expected a vocabulary of {wanted}, as the model has; got {found}"
+                    f"ref_model: expected a vocabulary of {sizes[0]}, as the model has; got "
+                    f"{sizes[1]}"
                 )
         elif not config.lora_rank:
             # Parameters that are frozen in both are shared.
@@ -40,6 +45,15 @@ class ReferenceModel:
             self.copy = self._placed(copied, config)
         if config.sync_ref_every:
             accelerator.register_for_checkpointing(self)
+
+    def weights(self, model: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
+        """Weights that no checkpoint has, for `checkpoint.fingerprint`.
+
+        Those of another model; or those that the policy began with, of which it is a copy.
+        """
+        if self.is_other:
+            return {"weights of the reference": (self.copy.model, True)}
+        return {"weights of the model": (model, self.copy is not None)}
 
     def _placed(self, model: nn.Module, config: TrainingConfig) -> Any:
         """The model on the device."""
@@ -74,3 +88,34 @@ class ReferenceModel:
             return
         with self.accelerator.unwrap_model(policy).model.disable_adapter():
             yield policy
+
+
+def check_tokens(name: str, tokenizer: Any) -> None:
+    """Refuses a reference whose tokenizer has other tokens than the policy's.
+
+    Added tokens are not compared, as a chat model may rename a base model's; nor is anything where
+    the reference comes without a tokenizer.
+
+    Raises:
+        ValueError: tokens with the same number differ.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        other = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return
+    added = {*tokenizer.added_tokens_decoder, *other.added_tokens_decoder}
+    tokens = {number: token for token, number in tokenizer.get_vocab().items()}
+    changed = {
+        number: token for token, number in other.get_vocab().items()
+        if number not in added and tokens.get(number, token) != token
+    }  # fmt: skip
+    if changed:
+        number = min(changed)
+        raise ValueError(
+            f"ref_model: expected the tokens of the model's tokenizer; got others in {name}, "
+            f"{len(changed):,} in all: token {number} is {changed[number]!r}, not "
+            f"{tokens[number]!r}, so that it would score other words. Take a reference with the "
+            "same tokenizer"
+        )

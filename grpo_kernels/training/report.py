@@ -80,7 +80,8 @@ def write(folder: Path) -> tuple[Path, str]:
     said = summary(rows, evaluations)
     parts = (
         f"<p>{html.escape(said)}</p>", _table("Warnings", told[-20:]),
-        _pictures(rows, evaluations), _table("Held-out problems", _accuracies(evaluations)),
+        _pictures(rows, evaluations, logs.read_charts(folder)),
+        _table("Held-out problems", _accuracies(evaluations)),
         _table("Completions of the last step shown", map(_texts, last)),
         _table("Options", config.items()),
     )  # fmt: skip
@@ -130,14 +131,17 @@ def _texts(row: Row) -> tuple[str, ...]:
     return text_of(row["prompt"])[-600:], row["completion"] + cut, str(row["answer"]), *got
 
 
-def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
+def _pictures(
+    rows: Sequence[Row], evaluations: Sequence[Row], charts: Mapping[str, Sequence[str]]
+) -> str:
     """The curves, each of what a run has of it."""
     drawn: dict[str, dict[str, Points]] = {}
     if evaluations:
         held_out = [(e["step"], e["accuracy"], e["low"], e["high"]) for e in evaluations]
         drawn["held-out accuracy, 95 % interval"] = {"held out": held_out}
     known = dict.fromkeys(key for row in rows for key in row)
-    for title, patterns in _CURVES.items():
+    for title in dict.fromkeys((*_CURVES, *charts)):
+        patterns = (*_CURVES.get(title, ()), *charts.get(title, ()))
         found: dict[str, Points] = {
             key.partition("/")[2] or key: points
             for key in known

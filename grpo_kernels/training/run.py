@@ -6,20 +6,21 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
 from . import checkpoint, logs, ranks
 from .config import TrainingConfig
-from .interruptions import Interruptions, OutOfMemory, Preempted, StepError
-from .observers import observers_of
-
-_T = TypeVar("_T")
+from .interruptions import Interruptions, Preempted, StepError
+from .metrics import Metrics
+from .observers import observers_of, print_above
+from .samples import Samples
+from .watch import Watch
 
 
 class Run:
@@ -28,19 +29,23 @@ class Run:
     Args:
         config: the run's options.
         accelerator: of its processes, which all make the same calls.
-        given: what it is given besides options, by name, as `checkpoint.digests` has it.
+        fingerprint: digests of its inputs besides options, as `checkpoint.fingerprint` has them.
     """
 
     def __init__(
-        self, config: TrainingConfig, accelerator: Accelerator, given: Mapping[str, str]
+        self, config: TrainingConfig, accelerator: Accelerator, fingerprint: Mapping[str, str]
     ) -> None:  # fmt: skip
-        self.config, self.accelerator, self.given = config, accelerator, given
+        self.config, self.accelerator, self.fingerprint = config, accelerator, fingerprint
         self.interruptions = Interruptions(accelerator)
         self.observers = observers_of(config, accelerator)
+        self.failed: set[str] = set()  # those who look on of which an error was printed
+        self.watch = Watch(config)
+        self.metrics = Metrics(config.loss_config())
+        self.charts: dict[str, list[str]] = {}  # as written
         self.step = 0  # under way, or the last one
         self.trained = 0  # the last one whose updates were all made
         self.saved = 0  # the last one of which there is a checkpoint
-        self.within_step = False  # whether weights are between two steps
+        self.within_step = False  # whether weights have moved since the step that is trained
         self.evaluated = True  # False where an evaluation is due
         self.best: dict[str, Any] = {}  # step and accuracy of the best evaluation of the training
         self.bad_updates = 0  # without a finite gradient, the last ones in a row
@@ -52,44 +57,64 @@ class Run:
         text = f"{self.config.seed}-{self.step}-{self.accelerator.process_index}-{what}"
         return random.Random(text).getrandbits(31)
 
-    def say(self, text: str) -> None:
-        """Prints, in the main process, above the progress bar."""
+    def print_main(self, text: str) -> None:
+        """Prints, in the main process, above the progress bar; to a closed terminal nothing."""
         if self.accelerator.is_main_process:
-            tqdm.write(text)
+            print_above(text)
 
     def warn(self, text: str) -> None:
         """Prints a warning."""
-        self.say(f"      warning: {text}")
+        self.print_main(f"      warning: {text}")
 
-    def tell(self, what: str, *news: Any) -> None:
-        """Tells who looks on; `what` is a method of `Observer`."""
+    def write_step(self, row: dict[str, Any], samples: Samples) -> None:
+        """Writes a step's row, with its warnings; then observers see it.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        if self.accelerator.is_main_process:
+            if warnings := self.watch.after_step(row):
+                row["warnings"] = warnings
+            logs.append(self.config.folder / "metrics.jsonl", row)
+            if self.metrics.charts() != self.charts:
+                self.charts = self.metrics.charts()
+                logs.write_charts(self.config.folder, self.charts)
+        self.notify("step", row, samples)
+
+    def notify(self, event: str, *news: Any) -> None:
+        """Calls this method of every `Observer`; see `look_on`."""
         for observer in self.observers:
-            getattr(observer, what)(*news)
+            self.look_on(type(observer).__name__, getattr(observer, event), *news)
 
-    def in_memory(self, work: Callable[[], _T], drop_gradients: Callable[[], None]) -> _T:
-        """Does the work again, in micro-batches of half the size, as long as memory runs out.
+    def look_on(self, name: str, look: Callable[..., object], *news: Any) -> None:
+        """Shows news to one who looks on, whose errors never end a run: the first is printed."""
+        try:
+            look(*news)
+        except Exception as error:
+            if name not in self.failed:
+                self.failed.add(name)
+                print_above(
+                    f"      warning: {name} failed ({type(error).__name__}: {error}); training "
+                    "goes on, and its later errors are not printed"
+                )
 
-        These do not change gradients: what was added up is dropped and made again.
+    def halve_micro_batches(self) -> None:
+        """Makes micro-batches smaller once memory ran out, which does not change gradients.
 
         Raises:
             StepError: they have one completion.
         """
-        while True:
-            try:
-                return work()
-            except OutOfMemory:
-                drop_gradients()
-            if self.micro_batch_size == 1:
-                raise StepError(
-                    "memory ran out in a micro-batch of one completion: shorten "
-                    "max_completion_length, or take gradient_checkpointing, lora_rank or dtype bf16"
-                )
-            self.micro_batch_size //= 2
-            clear_device_cache(garbage_collection=True)
-            self.warn(
-                f"memory ran out: from now on micro_batch_size is {self.micro_batch_size}; the "
-                "gradients are the same"
+        if self.micro_batch_size == 1:
+            raise StepError(
+                "memory ran out in a micro-batch of one completion: shorten "
+                "max_completion_length, or take gradient_checkpointing, lora_rank or dtype bf16"
             )
+        self.micro_batch_size //= 2
+        clear_device_cache(garbage_collection=True)
+        self.warn(
+            f"memory ran out: from now on micro_batch_size is {self.micro_batch_size}; the "
+            "gradients are the same"
+        )
 
     # The folder
 
@@ -125,16 +150,18 @@ class Run:
             ValueError: the checkpoint is another run's.
         """
         config, state = self.config, dict[str, Any]()
-        found = checkpoint.latest(config.folder) if config.resume else None
-        if found is not None:
-            state = checkpoint.state_of(found)
-            given = ranks.reduce(self.accelerator, self.given, lambda of_all: of_all[0])
-            checkpoint.check_same(state, self.accelerator.num_processes, given)
+        path = checkpoint.latest(config.folder) if config.resume else None
+        if path is not None:
+            state = checkpoint.state_of(path)
+            fingerprint = ranks.reduce(self.accelerator, self.fingerprint, itemgetter(0))
+            checkpoint.check_same(state, self.accelerator.num_processes, fingerprint)
             self._restore(state)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             logs.open_folder(config.folder, config.as_json(), state.get("step", -1))
-        return found
+            for row in logs.read(config.folder / "metrics.jsonl"):  # of a run that goes on
+                self.watch.after_step(row)
+        return path
 
     def save(self, policy: Any) -> None:
         """Writes a checkpoint, if `save_every` lets it; warns where there is none.
@@ -154,7 +181,7 @@ class Run:
             )
             return
         self.saved = self.step
-        self.tell("saved", self.best.get("step", self.step))
+        self.notify("saved", self.best.get("step", self.step))
 
     def stop(self, error: BaseException, policy: Any) -> None:
         """Keeps what was trained before a step that failed, if the weights are still those."""
@@ -164,16 +191,16 @@ class Run:
         if self.saved < self.step and not self.within_step:
             self.save(policy)
         then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
-        self.say(f"Stopped: {then}")
+        self.print_main(f"Stopped: {then}")
         if self.step and isinstance(error, Preempted):
-            self.tell("end")
+            self.notify("end")
         self.accelerator.wait_for_everyone()
 
     def _state(self) -> dict[str, Any]:
         return {
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
             "config": self.config.as_json(), "processes": self.accelerator.num_processes,
-            "given": self.given, "first_gap": self.first_gap,
+            "fingerprint": self.fingerprint, "first_gap": self.first_gap,
             "micro_batch_size": self.micro_batch_size,
         }  # fmt: skip
 

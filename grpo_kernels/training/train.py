@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import set_seed
@@ -20,10 +20,11 @@ from .answers import is_correct as answer_is_correct
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder, short_enough
 from .evaluate import evaluate
-from .interruptions import BadUpdates, Preempted, StepError
+from .interruptions import BadUpdates, OutOfMemory, Preempted, StepError
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
+from .metrics import Metrics
 from .micro_batches import Size, config_of_part, equal_parts, num_items
-from .observers import introduction
+from .observers import introduction, print_above
 from .reference_model import ReferenceModel
 from .rewards import Reward, check_rewards, resolve_rewards
 from .rollout import Rollout, Sampler
@@ -31,6 +32,7 @@ from .run import Run, place_of
 from .samples import Samples, Scores, Update, constants, judge_completions
 from .scoring import Scorer, checked_gap
 
+_T = TypeVar("_T")
 OnStep = Callable[[dict[str, Any], Samples], object]
 # Updates in a row without a finite gradient, after which the run ends.
 MOST_BAD = 10
@@ -53,7 +55,7 @@ class Trainer:
 
     `train()` runs it. The run's folder then has `config.json`, logs (`metrics.jsonl` with one row
     per step, samples, evaluations and answers), `checkpoints/`, `report.html` and `model/`. Who
-    writes and prints these is in `run.observers`, a list that may be changed.
+    shows these is in `run.observers`, a list that may be changed.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Trainer:
             check_rollout(config, accelerator)
         set_seed(config.seed)
         encode = PromptEncoder(tokenizer, chat=config.chat)
-        say = print if accelerator.is_main_process else lambda _: None
+        say = print_above if accelerator.is_main_process else lambda _: None
         self.train_problems, self.held_out = (
             short_enough(problems, encode, config.max_prompt_length, say)
             for problems in (train, held_out)
@@ -87,12 +89,14 @@ class Trainer:
         if any(problem.get("answer") is None for problem in self.held_out):
             raise ValueError("held_out: expected an answer in every problem, to compare with")
         self.has_answers = all(x.get("answer") is not None for x in self.train_problems)
-        self.reference = ReferenceModel(accelerator, model, config) if config.beta else None
-        given = checkpoint.digests(
-            self.train_problems, self.held_out, encode, model,
-            trained=self.reference is not None and self.reference.copy is not None,
-        )  # fmt: skip
-        self.run = Run(config, accelerator, given)
+        self.reference = (
+            ReferenceModel(accelerator, model, tokenizer, config) if config.beta else None
+        )
+        weights = {"weights of the model": (model, False)}
+        if self.reference is not None:
+            weights |= self.reference.weights(model)
+        fingerprint = checkpoint.fingerprint(self.train_problems, self.held_out, tokenizer, weights)
+        self.run = Run(config, accelerator, fingerprint)
         self.policy, self.optimizer = prepared(
             model, config, accelerator, encode(self.train_problems[0])
         )
@@ -103,6 +107,11 @@ class Trainer:
         )  # fmt: skip
         self.scorer = Scorer(self.policy, self.reference, self.run, tokenizer.pad_token_id)
         checkpoint.trained_weights_only(accelerator)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Registry of the run's metrics, to which anyone may add."""
+        return self.run.metrics
 
     @property
     def rollout(self) -> Rollout:
@@ -118,12 +127,12 @@ class Trainer:
 
         Args:
             on_step: called in every process with each step's row of metrics and its `Samples`,
-                before the step's evaluation and checkpoint.
+                before the step's evaluation and checkpoint. Of its errors the first is printed.
         """
         run, config = self.run, self.config
         with run.locked(), run.interruptions:
             self._open()
-            run.tell("start", run.step)
+            run.notify("start", run.step)
             if run.step == 0 or not run.evaluated:
                 self._evaluate()
                 if run.step:  # due before, and not to be made again
@@ -146,23 +155,23 @@ class Trainer:
             if config.save_model:
                 folder = config.folder / "model"
                 checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, folder)
-            run.tell("end")
+            run.notify("end")
         return config.folder
 
     def _step(self, on_step: OnStep | None) -> bool:
         """A step, and what is due after it; returns True for the best accuracy so far."""
-        run, config, known = self.run, self.config, self.train_problems
+        run, config, problems = self.run, self.config, self.train_problems
         turns = range((run.step - 1) * config.prompts_per_step, run.step * config.prompts_per_step)
         row, samples = self.train_step(
-            [known[place_of(turn, len(known), config.seed)] for turn in turns]
+            [problems[place_of(turn, len(problems), config.seed)] for turn in turns]
         )
         if self.reference is not None and _every(config.sync_ref_every, run.step):
             self.reference.sync(self.policy)
-        run.trained = run.step
+        run.trained, run.within_step = run.step, False
         run.evaluated = not (run.step == config.steps or _every(config.eval_every, run.step))
-        run.tell("step", row, samples)
+        run.write_step(row, samples)
         if on_step is not None:
-            on_step(row, samples)
+            run.look_on("on_step", on_step, row, samples)
         return not run.evaluated and self._evaluate()
 
     def train_step(self, problems: Sequence[Problem]) -> tuple[dict[str, Any], Samples]:
@@ -171,23 +180,23 @@ class Trainer:
         # A seed per step: a run that goes on from a checkpoint draws what it would have drawn.
         set_seed(run.seed("step"))
         clock = metrics.Clock(accelerator.device)
-        mine = problems[accelerator.process_index :: accelerator.num_processes]
+        self.metrics.clear()
+        local = problems[accelerator.process_index :: accelerator.num_processes]
         sampler.update_weights()
         with clock("generate"):
             completions = sampler(
-                mine, config.num_generations, config.temperature,
+                local, config.num_generations, config.temperature,
                 record_support=config.records_support,
             )  # fmt: skip
         with clock("reward"):
             judge = self.is_correct if self.has_answers else None
-            samples = judge_completions(mine, completions, sampler, self.rewards, judge)
+            samples = judge_completions(local, completions, sampler, self.rewards, judge)
         run.interruptions.check()
         minibatches = equal_parts(len(samples.texts), config.minibatches)
         with clock("score"):
-            score = partial(self.scorer.score, samples, minibatches)
-            scores = run.in_memory(score, self._drop_gradients)
+            scores = self._fitting(self.scorer.score, samples, minibatches)
             if run.step == 1:
-                run.in_memory(partial(self.scorer.compare_roundings, samples), self._drop_gradients)
+                self._fitting(self.scorer.compare_roundings, samples)
         with clock("train"):
             sampler.weights_changed()
             updates = list[Update]()
@@ -195,11 +204,9 @@ class Trainer:
                 updates.append(self.update(samples, scores, number, rows))
                 if scores.old_logps is None:  # of the policy that sampled
                     scores = replace(scores, old_logps=updates[0].logps)
-        run.within_step = False
-        found = metrics.merge_updates([update.metrics for update in updates])
         clock.add("sync", sampler.take_sync_seconds())
-        labels = [reward.label for reward in self.rewards]
-        return metrics.of_step(samples, labels, found, run, clock), samples
+        labels, of_updates = [x.label for x in self.rewards], [x.metrics for x in updates]
+        return metrics.of_step(samples, labels, of_updates, run, clock), samples
 
     def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
         """The optimizer step of this number on the samples: on these rows, of every process."""
@@ -207,58 +214,66 @@ class Trainer:
         rate = config.learning_rate_at((run.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        work = partial(self._add_up, samples, scores, number, rows)
-        found, loss = run.in_memory(work, self._drop_gradients)
+        update, loss = self._fitting(self._add_gradients, samples, scores, number, rows)
         more = {
             "grad_norm": self._optimizer_step(), "learning_rate": rate,
-            "loss": ranks.reduce(self.accelerator, loss, metrics.mean),
+            "loss": ranks.reduce(self.accelerator, loss, fmean),
         }  # fmt: skip
-        return replace(found, metrics=found.metrics | more)
+        return replace(update, metrics=update.metrics | more)
 
-    def _add_up(
+    def _add_gradients(
         self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]
     ) -> tuple[Update, float]:
-        """Adds up the gradient of an update, part by part; what was found, and the loss."""
-        accelerator, scorer, interruptions = self.accelerator, self.scorer, self.run.interruptions
-        plan = scorer.plan(samples, scorer.trainable_rows(samples, rows, first_update=number == 0))
-        whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
-        config, world = self.config.loss_config(), accelerator.num_processes
+        """Adds up the gradients of an update's micro-batches; returns the update and its loss."""
+        accelerator, guard = self.accelerator, self.run.interruptions.shared
+        plan = self.scorer.plan(
+            samples, self.scorer.trainable_rows(samples, rows, first_update=number == 0)
+        )
+        full = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
+        logps = torch.zeros(samples.mask.shape, dtype=torch.float32, device=accelerator.device)
+        losses, parts = list[Tensor](), list[dict[str, Tensor]]()
+
+        def forward(part: Sequence[int]) -> Tensor:
+            where, loss, part_metrics, part_logps = self._loss_of(samples, scores, part, full)
+            losses.append(loss.detach())
+            parts.append(part_metrics)
+            if part:
+                logps[where, : part_logps.shape[1]] = part_logps
+            return loss
+
+        for part in plan[:-1]:
+            with accelerator.no_sync(self.policy), guard(may_stop=number == 0):
+                accelerator.backward(forward(part))
+        with guard(may_stop=number == 0):
+            last_loss = forward(plan[-1])
+        completions = [sum(samples.token_counts[i] > 0 for i in part) for part in plan]
+        merged = self.metrics.of_update(parts, completions, accelerator)
+        if number == 0:
+            merged |= checked_gap(merged, self.sampler.why_gap, self.run)
+        # Processes wait for each other in it: then nothing can be tried again.
+        with guard() if accelerator.num_processes == 1 else nullcontext():
+            accelerator.backward(last_loss)
+        return Update(merged, logps), float(sum(losses))
+
+    def _loss_of(
+        self, samples: Samples, scores: Scores, part: Sequence[int], full: Size
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
+        """The row numbers of a micro-batch of an update, its loss, metrics and log-probs."""
+        config, world = self.config.loss_config(), self.accelerator.num_processes
         if scores.entropy_threshold is not None:
             config = replace(config, entropy_threshold=scores.entropy_threshold)
-        items, ce_items = num_items(config, whole, world), max(whole.tokens, 1) / world
-        logps = torch.zeros(samples.mask.shape, dtype=torch.float32, device=accelerator.device)
-        loss = torch.zeros((), dtype=torch.float32, device=accelerator.device)
-        measured: list[dict[str, Tensor]] = []
-        for index, part in enumerate(plan):
-            batch, where = samples.batch(part, scorer.pad_id)
-            # Of a part without rows the cross-entropy counts for nothing, too.
-            counted = ce_items if part else math.inf
-            T = batch.attention.shape[1]
-            last = index == len(plan) - 1
-            with nullcontext() if last else accelerator.no_sync(self.policy):
-                with interruptions.shared(may_stop=number == 0):
-                    with accelerator.autocast():
-                        part_loss, part_metrics, part_logps = self.policy(
-                            "loss", batch, samples.advantages[where],
-                            config_of_part(config, samples.size(part), whole, world),
-                            **constants(samples, scores, where, T, counted), num_items=items,
-                            reference=scorer.reference_of(batch), execution=self.config.execution(),
-                        )  # fmt: skip
-                    if not last:
-                        accelerator.backward(part_loss)
-                measured.append(part_metrics)
-                if last:
-                    gather = partial(ranks.gather, accelerator)
-                    merged = metrics.merge_micro_batches(measured, gather)
-                    if number == 0:
-                        merged |= checked_gap(merged, self.sampler.why_gap, self.run)
-                    # Processes wait for each other in it: then nothing can be tried again.
-                    with interruptions.shared() if world == 1 else nullcontext():
-                        accelerator.backward(part_loss)
-            loss += part_loss.detach()
-            if part:
-                logps[where, :T] = part_logps
-        return Update(merged, logps), float(loss)
+        batch, where = samples.batch(part, self.scorer.pad_id)
+        # Without rows the cross-entropy counts for nothing, too.
+        ce_items = max(full.tokens, 1) / world if part else math.inf
+        with self.accelerator.autocast():
+            loss, part_metrics, logps = self.policy(
+                "loss", batch, samples.advantages[where],
+                config_of_part(config, samples.size(part), full, world),
+                **constants(samples, scores, where, batch.attention.shape[1], ce_items),
+                num_items=num_items(config, full, world),
+                reference=self.scorer.reference_of(batch), execution=self.config.execution(),
+            )  # fmt: skip
+        return where, loss, part_metrics, logps
 
     def _optimizer_step(self) -> float:
         """Clips the gradient and, if it is finite, steps; returns its norm."""
@@ -274,6 +289,15 @@ class Trainer:
         if run.bad_updates >= MOST_BAD:
             raise BadUpdates(run.bad_updates, checkpoint.latest(self.config.folder))
         return grad_norm
+
+    def _fitting(self, work: Callable[..., _T], *args: Any) -> _T:
+        """Does the work, again in smaller micro-batches as long as memory runs out."""
+        while True:
+            try:
+                return work(*args)
+            except OutOfMemory:
+                self._drop_gradients()
+            self.run.halve_micro_batches()
 
     def _drop_gradients(self) -> None:
         """Forgets what was added up."""
@@ -293,19 +317,21 @@ class Trainer:
         better = evaluation.accuracy > run.best.get("accuracy", -1.0)
         if better:
             run.best = {"step": run.step, "accuracy": evaluation.accuracy}
-        run.tell("evaluation", run.step, evaluation)
+        if self.accelerator.is_main_process:
+            evaluation.write(self.config.folder, run.step)
+        run.notify("evaluation", run.step, evaluation)
         return better and run.step > 0
 
     def _open(self) -> None:
         """Makes the run's folder, or resumes the run in it."""
         run, counts = self.run, (len(self.train_problems), len(self.held_out))
-        found = run.open()
+        path = run.open()
         for text in introduction(self.config, self.accelerator, self.policy, *counts):
-            run.say(text)
-        if found is not None:
-            self.accelerator.load_state(str(found))
+            run.print_main(text)
+        if path is not None:
+            self.accelerator.load_state(str(path))
             self.sampler.weights_changed()
-            run.say(f"Going on after step {run.step}, from {found}")
+            run.print_main(f"Going on after step {run.step}, from {path}")
         self.accelerator.wait_for_everyone()
 
 

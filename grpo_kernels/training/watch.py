@@ -24,7 +24,7 @@ class Watch:
     def __init__(self, config: TrainingConfig) -> None:
         self.config = config
         self.rows: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
-        self.last_told: dict[str, int] = {}  # step by kind of warning
+        self.last_steps: dict[str, int] = {}  # by kind of warning
         self.first_entropy: float | None = None
 
     def after_step(self, row: Mapping[str, Any]) -> list[str]:
@@ -32,45 +32,45 @@ class Watch:
         self.rows.append(row)
         if self.first_entropy is None:
             self.first_entropy = row.get("entropy")
-        step, told = row["step"], self.last_told
-        found = {
+        step = row["step"]
+        signs = {
             kind: text for kind, text in self._signs(row).items()
-            if step - told.get(kind, -QUIET) >= QUIET or kind == "gradient"
+            if step - self.last_steps.get(kind, -QUIET) >= QUIET or kind == "gradient"
         }  # fmt: skip
-        self.last_told |= dict.fromkeys(found, step)
-        return list(found.values())
+        self.last_steps |= dict.fromkeys(signs, step)
+        return list(signs.values())
 
     def _signs(self, row: Mapping[str, Any]) -> dict[str, str]:
         """Signs that something is wrong, by kind; logs have null for what is not finite."""
-        found = dict[str, str]()
+        signs = dict[str, str]()
 
         def always(name: str) -> bool:
             return len(self.rows) == WINDOW and all(r[name] == 1 for r in self.rows)
 
         norm = row["grad_norm"]
         if norm is None or not math.isfinite(norm):
-            found["gradient"] = (
+            signs["gradient"] = (
                 f"the gradient's norm is {norm}: the update was left out. Lower learning_rate, or "
                 "look for NaN in the model"
             )
         if always("groups_equal"):
-            found["equal"] = (
+            signs["equal"] = (
                 f"in {WINDOW} steps every group had equal rewards, so nothing was learned. The "
                 "problems are too hard or too easy for the model, or the rewards see no "
                 "difference: look at samples.jsonl, and raise num_generations or temperature"
             )
         if always("truncated"):
-            found["truncated"] = (
+            signs["truncated"] = (
                 f"in {WINDOW} steps every completion was cut at max_completion_length = "
                 f"{self.config.max_completion_length}. Raise it, or give a stop string"
             )
         if late := row.get("answers_timed_out"):
-            found["late"] = (
+            signs["late"] = (
                 f"{late:.0f} comparisons of answers had no result in {SECONDS:g} s and count as "
                 "wrong: look at samples.jsonl for long or nested expressions"
             )
         if self.config.records_support and "support/mean" not in row:
-            found["support"] = (
+            signs["support"] = (
                 "top_k, top_p or min_p is set, and the rollout does not say what they kept: "
                 "the loss is over the whole softmax, which is not what sampled. Return completions "
                 "with a support, or turn replay_support off"
@@ -80,7 +80,7 @@ class Watch:
             len(self.rows) == WINDOW and entropy is not None
             and entropy < LOW_ENTROPY and entropy < 0.2 * first
         ):  # fmt: skip
-            found["entropy"] = (
+            signs["entropy"] = (
                 f"entropy fell from {first:.2f} to {entropy:.3f}: completions of a group are "
                 "nearly the same. Lower learning_rate, raise temperature, epsilon_high or "
                 "entropy_coef"
@@ -91,5 +91,5 @@ class Watch:
         ):
             value = row.get(name, 0.0)
             if value is not None and value > large:
-                found["spike"] = f"{name} is {value:.3g}. Lower learning_rate, or bound {bound}"
-        return found
+                signs["spike"] = f"{name} is {value:.3g}. Lower learning_rate, or bound {bound}"
+        return signs

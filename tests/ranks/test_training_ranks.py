@@ -55,6 +55,7 @@ def test_two_processes_are_as_one(name, ranks, alone, tiny_model, tmp_path):
         "tests.ranks.training_jobs:train", str(tiny_model), str(tmp_path), options,
         environment=ON_CPUS,
     )  # fmt: skip
+    assert {"ids", "longest"} <= rows[0].keys()
     assert_same_rows(rows_of(tmp_path / "t"), rows)
     assert_same_weights(weights, expected)
 

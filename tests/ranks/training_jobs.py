@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_kernels.training import Trainer, load_model, load_problems
+from grpo_kernels.training import Metric, Trainer, load_model, load_problems
 from grpo_kernels.training.answers import is_correct
 from tests.helpers.trainer_runs import config_of, no_curves, noise, support_around
 
@@ -18,6 +18,7 @@ def train(model: str, output: str, options: dict) -> dict[str, torch.Tensor]:
         config, *load_model(config), train, held_out, rewards={"noise": noise},
         rollout=lambda _: SameForAnyRanks(),
     )  # fmt: skip
+    add_lengths(trainer)
     several = torch.distributed.is_initialized()
     expected = ("MULTI_CPU", 2) if several else ("NO", 1)
     found = trainer.accelerator
@@ -25,6 +26,20 @@ def train(model: str, output: str, options: dict) -> dict[str, torch.Tensor]:
     with no_curves():
         trainer.train()
     return trainer.accelerator.get_state_dict(trainer.policy)
+
+
+def add_lengths(trainer) -> None:
+    """Adds metrics of user code, which wraps what samples."""
+    rollout = trainer.rollout
+    trainer.metrics.register(Metric("ids", merge="sum"), Metric("longest", merge="max"))
+
+    def counted(*args):
+        completions = rollout(*args)
+        for name in ("ids", "longest"):
+            trainer.metrics.add(name, [len(one.token_ids) for one in completions])
+        return completions
+
+    trainer.rollout = counted
 
 
 def with_fault(fault: str, call: int, model: str, output: str, options: dict):
@@ -55,6 +70,7 @@ def with_fault(fault: str, call: int, model: str, output: str, options: dict):
         config, *load_model(config), train, held_out, rewards={"noise": of_rank},
         rollout=lambda _: SameForAnyRanks(), is_correct=answered,
     )  # fmt: skip
+    add_lengths(trainer)
     policy = trainer.accelerator.unwrap_model(trainer.policy)
     backward = trainer.accelerator.backward
 
