@@ -85,10 +85,10 @@ class Prediction:
         if tflops:
             minutes = steps * total / tflops / 60
             lines.append(
-                f"\nPredicted, not measured: {steps:,} steps take {minutes:.3g} min and the time of "
-                f"sampling,\nif GEMMs run at {tflops:g} TFLOP/s and every prompt and completion is "
-                "as long as it may be.\nSampling waits for memory rather than GEMMs: time it in a "
-                "short run (seconds/generate)."
+                f"\nPredicted, not measured: {steps:,} steps take {minutes:.3g} min and the time "
+                f"of sampling,\nif GEMMs run at {tflops:g} TFLOP/s and every prompt and completion "
+                "is as long as it may be.\nSampling waits for memory rather than GEMMs: time it in "
+                "a short run (seconds/generate)."
             )
         return "\n".join(lines)
 
