@@ -169,10 +169,10 @@ def introduction(
         f"out; results in {config.folder}/"
     )
     if held_out:
+        how = f"at temperature {config.eval_temperature:g}" if config.eval_temperature else "greedy"
         yield (
             f"sampled accuracy: of completions trained on, at temperature {config.temperature:g}; "
-            f"held-out accuracy: of other problems, at temperature {config.eval_temperature:g}"
-            + " (greedy)" * (config.eval_temperature == 0)
+            f"held-out accuracy: of other problems, {how}"
         )
     if config.dtype == "bf16" and not config.lora_rank:
         yield (
