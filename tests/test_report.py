@@ -1,6 +1,7 @@
 """What people read of a run: its summary, its page, completions in the terminal."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -35,6 +36,7 @@ def test_a_summary_compares_steps_that_do_not_overlap(rewards, text):
 def test_a_page_has_what_was_changed_and_where_it_ran(tmp_path):
     config = TrainingConfig(model="m", dataset="d", steps=7, learning_rate=1e-6)
     logs.open_folder(tmp_path, config.as_json(), -1)
+    report.write_environment(tmp_path)
     shown = {"prompt": "1 + 1?", "completion": "<answer>3", "answer": "2", "ended": False}
     logs.append(tmp_path / "metrics.jsonl", rows_of(0.5)[0])
     logs.append(tmp_path / "samples.jsonl", {"step": 1, **shown, "reward": 0.2, "advantage": -1.0})
@@ -56,9 +58,19 @@ def test_a_page_is_made_of_folders_without_an_environment(tmp_path):
 
 
 def test_a_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch):
-    assert logs.environment()["Python"].startswith("3.")
-    monkeypatch.setattr(logs, "__file__", str(tmp_path / "logs.py"))
-    assert "grpo_kernels' commit" not in logs.environment()
+    def commit():
+        report.write_environment(tmp_path)
+        return json.loads((tmp_path / "environment.json").read_text()).get("grpo_kernels' commit")
+
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
+    assert commit() is None
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "m"]):
+        subprocess.run([*git, *command], check=True)
+    (tmp_path / "report.py").touch()
+    assert commit() is None  # installed into another project's folder
+    subprocess.run([*git, "add", "report.py"], check=True)
+    assert commit().endswith("-dirty")
 
 
 def test_the_terminal_tells_prompt_completion_and_answer_apart():

@@ -125,6 +125,9 @@ class Trackers(Observer):
 class Page(Observer):
     """Draws `report.html`, and says at the end what came of the run."""
 
+    def start(self, step: int) -> None:
+        report.write_environment(self.config.folder)
+
     def step(self, row: dict[str, Any], samples: Samples) -> None:
         if self.shows_samples(row["step"]):
             self._write()

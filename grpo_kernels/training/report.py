@@ -9,10 +9,16 @@ import argparse
 import html
 import io
 import json
+import platform
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
+from accelerate import PartialState
 
 from . import logs
 from .config import TrainingConfig
@@ -21,6 +27,9 @@ Row = Mapping[str, Any]
 # Step and value, or step, value and the ends of its interval.
 Points = Sequence[tuple[float, ...]]
 _FILES = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
+_PACKAGES = (
+    "grpo_kernels", "torch", "triton", "transformers", "accelerate", "peft", "datasets", "vllm",
+)  # fmt: skip
 _SMOOTH = 5
 _SAMPLE = ("prompt (its end)", "completion", "right answer", "reward", "advantage")
 # Pictures of a page: patterns of the metrics in one.
@@ -72,6 +81,19 @@ def summary(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
     return "; ".join(parts) or "no step yet"
 
 
+def write_environment(folder: Path) -> None:
+    """Writes device and versions, and the package's commit in a git checkout, for the report."""
+    state, found = PartialState(), {"Python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    commit = {"grpo_kernels' commit": text} if (text := _commit()) else {}
+    device = {"processes x device": f"{state.num_processes} x {_name_of(state.device)}"}
+    (folder / "environment.json").write_text(json.dumps(device | commit | found, indent=1) + "\n")
+
+
 def write(folder: Path) -> tuple[Path, str]:
     """Makes `report.html` from the logs in the folder; returns it and the run's summary."""
     options = json.loads((folder / "config.json").read_text())
@@ -90,7 +112,7 @@ def write(folder: Path) -> tuple[Path, str]:
                map(_texts, last), _SAMPLE),
         _table("Options that differ from their defaults", [(k, *x) for k, x in changed.items()],
                ("option", "here", "default")),
-        _table("Device and versions", logs.environment_of(folder).items()),
+        _table("Device and versions", _environment_of(folder).items()),
         _table("Options at their defaults",
                [(k, x) for k, x in options.items() if k not in changed]),
     )  # fmt: skip
@@ -101,6 +123,31 @@ def write(folder: Path) -> tuple[Path, str]:
         "\n".join((head.replace("TITLE", title), *parts, foot)), encoding="utf-8", errors="replace"
     )
     return scratch.replace(folder / "report.html"), text
+
+
+def _environment_of(folder: Path) -> dict[str, Any]:
+    path = folder / "environment.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type != "cpu":
+        return str(torch.get_device_module(device).get_device_name(device))
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((x.partition(": ")[2] for x in lines if x.startswith("model name")), "CPU")
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def _commit() -> str | None:
+    here = Path(__file__)
+    try:
+        for command in (f"ls-files --error-unmatch {here.name}", "describe --always --dirty"):
+            git = ["git", "-C", str(here.parent), *command.split()]
+            done = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
+        return None
+    return done.stdout.strip()
 
 
 def _table(title: str, rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
