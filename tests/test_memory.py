@@ -88,6 +88,9 @@ def test_the_flops_of_a_step_are_those_of_its_gemms():
         "layers": 6 * forward, "head": 6 * logits, "scores of the policy": forward + logits,
         "scores of the reference": forward + logits, **sampling,
     }  # fmt: skip
+    # The last micro-batch of a pass counts as a whole one.
+    assert predicted(micro_batch_size=8)["layers"] == 2 * 3 * forward * 2 / 3
+    assert predicted(lora_rank=2, beta=0.1)["scores of the reference"] > 0  # without adapters
     assert predicted(off_policy_threshold=1.0)["head"] == 4 * logits  # two passes
     frozen = predicted(trainable=r"layers\.\d+\.mlp")
     assert frozen["head"] == 2 * logits and 2 * forward < frozen["layers"] < 3 * forward

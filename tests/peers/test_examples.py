@@ -87,9 +87,11 @@ def test_a_broken_conversion_leaves_nothing(monkeypatch, tmp_path, tiny_model):
     monkeypatch.setattr(demo_model, "_gguf_file", lambda: None)
     with pytest.raises(KeyboardInterrupt):
         demo_model.model_path()
-    (folder.parent / f"{folder.name}.unfinished").mkdir()  # of a process killed while it wrote
+    unfinished = folder.parent / f"{folder.name}.unfinished"
+    unfinished.mkdir()  # of a process killed while it wrote
+    (unfinished / "half").touch()
     assert demo_model.model_path() == demo_model.model_path() == folder
-    assert seen == [[], [f"{folder.name}.unfinished"]]
+    assert seen == [[], [unfinished.name]] and not (folder / "half").exists()
     assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
     AutoTokenizer.from_pretrained(folder)
 
