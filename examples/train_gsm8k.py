@@ -6,7 +6,8 @@ r"""Trains a language model with GRPO on word problems: some made offline, GSM8K
         --model Qwen/Qwen2.5-0.5B-Instruct
     accelerate launch --config_file examples/configs/ddp.yaml examples/train_gsm8k.py run.yaml
 
-`--help` lists every option; a YAML file may hold them, and flags after it override it.
+`--help` lists every option, with its default for the word problems; other datasets have those of
+`OTHERS`. A YAML file may hold options, and flags after it override it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ OTHERS: dict[str, Any] = dict(
 
 def config_of(argv: Sequence[str] | None = None) -> TrainingConfig:
     defaults: dict[str, Any] = dict(model=MODEL, dataset="word_problems:easy", stop=["</answer>"])
-    config = parse_config(argv, **defaults, **OTHERS)
-    if "word_problems:" in config.dataset:
-        config = parse_config(argv, **defaults, **SMALL)
+    config = parse_config(argv, **defaults, **SMALL)
+    if "word_problems:" not in config.dataset:
+        config = parse_config(argv, **defaults, **OTHERS)
     return config
 
 

@@ -273,7 +273,7 @@ def test_every_option_is_explained_in_its_group(capsys):
     ):  # fmt: skip
         assert f"--{name} " in groups[title], title
     words = " ".join(said.split())
-    assert "weight of the KL to the reference policy" in words
+    assert "Weight of the KL to the reference policy" in words
     for name in Own.__dataclass_fields__:
         explained = re.search(rf"--{name}\b[^-]*?(--no_{name} )?(\S.*?)\(type:", words)
         assert explained and len(explained[2].split()) >= 2, name

@@ -49,59 +49,64 @@ class GRPOLossConfig:
     An option that the loss type does not use is refused unless it is left at its default.
 
     Args:
-        loss_type: `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"luspo"` (clipped ratio, five
-            aggregations), `"gspo"`, `"gspo_token"`, `"gmpo"`, `"cispo"`, `"sapo"`, `"vespo"`,
-            `"reinforce"`, `"dppo_tv"`, `"dppo_kl"`; or an instance of a class of
-            `grpo_kernels.loss.losses`, `Sapo(temperature_neg=1.1)`, which has its options itself;
-            or a callable that takes `grpo_kernels.loss.tokens.Tokens` and returns the loss of every
-            token, `[N]`, before corrections, KL and aggregation (`docs/objectives.md`). Gradients
-            flow to log-probs and entropy, not to parameters it may hold itself.
-        beta: weight of the KL to the reference policy, >= 0; needs `ref_logps` when not 0.
-        epsilon: lower clip range, in [0, 1]: ratios below `1 - epsilon` are clipped. For `gmpo` a
-            bound on the log-ratio (its paper has 0.4), for `dppo_tv` on the probability's change.
-        epsilon_high: upper clip range, >= 0; None takes `epsilon`. For `cispo` the largest weight
-            itself, which has no default (ScaleRL has 5.0).
-        delta: upper bound of the unclipped ratio (two-sided clipping), > 1; None does not bound.
-        dual_clip: bound, > 1, of `loss / -A` where A < 0 (verl has 3.0); None does not bound. Not
-            together with `delta`, which bounds the same and the unclipped ratio of A > 0 besides.
-        importance_sampling_level: `"token"`, or `"sequence"`, where one ratio, the exponential of
-            the mean log-ratio, stands for all tokens of a sequence (`gspo` implies it).
-        aggregation: average over the tokens' losses, named as the loss type that introduced it;
-            None takes the loss type's own.
-        max_completion_length: the T of the `dr_grpo` aggregation; required by it, else refused.
-        kl_estimator: `"k1"`, `"abs"`, `"k2"`, `"k3"`, or `"k1+"`, `"k3+"`: their value with the
-            gradient of k2; or `"exact"`, the KL over the whole vocabulary, for which
-            `fused_grpo_loss` needs a `reference`. The others know it from the sampled token alone.
-        kl_clamp: bound of a token's KL estimate; the log-ratio in it is then kept within 20 of 0
-            (verl has 10, on k3 alone). Beyond the bounds there is no gradient. None does not bound.
-        use_bias_correction_kl: multiply the KL by the ratio, with its gradient: its expectation
-            under the old policy is then the one under the current policy (DeepSeek-V3.2). On, as
-            in TRL 1.16; loops of tutorials have it off. The exact KL is no estimate: without it.
-        entropy_coef: weight of the mean-entropy bonus, subtracted from the loss.
-        top_entropy_quantile: share of tokens, those of highest entropy, that train, in [0, 1].
-        entropy_threshold: tokens of this entropy (nats) or more train, in place of the quantile
-            over the call; needs `top_entropy_quantile` below 1. One pass is then enough unless
-            there is an entropy bonus.
-        is_correction: weight for the mismatch between sampler and trainer, from `sampling_logps`:
-            `"none"`; `"token_truncate"`, `"sequence_truncate"`: bounded; `"token_mask"`,
-            `"sequence_mask"`: 0 outside the bounds. A sequence's is the product of its tokens',
-            or with `"geometric_truncate"`, `"geometric_mask"` their geometric mean.
-        is_gate: quantity that a mask compares with its bounds: `"ratio"`, the weight; or, with the
-            sampled token and the rest of the vocabulary as two outcomes, `"binary_kl"`, the KL of
-            the sampler to the trainer in nats, or `"tv"`, the change of the token's probability. A
-            sequence has the sum over its tokens, or with `"geometric_mask"` the mean.
-        is_clip_max: upper bound of what `is_gate` says; None does not bound.
-        is_clip_min: lower bound of the weight; None does not bound.
-        off_policy_threshold: drop sequences of negative advantage whose mean log-ratio of sampler
-            to policy exceeds this; None drops none. The sampler is `sampling_logps`, else
-            `old_logps`, else the policy itself, which drops none.
-        sapo_temperature_pos: slope of `sapo`'s gate where A > 0.
-        sapo_temperature_neg: slope of `sapo`'s gate elsewhere.
-        vespo_k_pos: exponent of `vespo`'s weight where A >= 0; `vespo_k_neg` elsewhere.
-        vespo_lambda_pos: decay of `vespo`'s weight where A >= 0; `vespo_lambda_neg` elsewhere.
-        vespo_k_neg: see `vespo_k_pos`.
-        vespo_lambda_neg: see `vespo_lambda_pos`.
-        dppo_ratio_max: bound of the importance weight of `dppo_tv` and `dppo_kl`.
+        loss_type: name of the loss: `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"luspo"` (clipped
+            ratio, five aggregations), `"gspo"`, `"gspo_token"`, `"gmpo"`, `"cispo"`, `"sapo"`,
+            `"vespo"`, `"reinforce"`, `"dppo_tv"`, `"dppo_kl"`. Or an instance of a class of
+            `grpo_kernels.loss.losses`, such as `Sapo(temperature_neg=1.1)`, which holds its own
+            options. Or a callable that takes `grpo_kernels.loss.tokens.Tokens` and returns the
+            loss of every token, `[N]`, before corrections, KL and aggregation
+            (`docs/objectives.md`); gradients flow to log-probs and entropy, not to parameters that
+            the callable holds.
+        beta: weight of the KL to the reference policy, >= 0; above 0 the loss needs `ref_logps`.
+        epsilon: lower clip range, in [0, 1]: ratios below `1 - epsilon` are clipped. `gmpo` bounds
+            the log-ratio by it (0.4 in its paper), `dppo_tv` the change of the probability.
+        epsilon_high: upper clip range, >= 0: ratios above `1 + epsilon_high` are clipped; None:
+            the same as `epsilon`. In `cispo` the largest weight, which has no default (5.0 in
+            ScaleRL).
+        delta: upper bound of the ratio before clipping (two-sided clipping), > 1; None: no bound.
+        dual_clip: upper bound of `loss / -A` for tokens with A < 0, > 1 (3.0 in verl); None: no
+            bound. Does not work with `delta`, which bounds the same and the ratio for A > 0 too.
+        importance_sampling_level: `"token"`: one ratio per token; `"sequence"`: one per sequence,
+            the exponential of its mean log-ratio (as in `gspo`).
+        aggregation: how token losses are averaged, by the name of the loss type that introduced
+            it; None: as the loss type does.
+        max_completion_length: the constant by which the `dr_grpo` aggregation divides, which needs
+            it; other aggregations refuse it.
+        kl_estimator: estimate of the KL from the sampled token: `"k1"`, `"abs"`, `"k2"`, `"k3"`;
+            `"k1+"`, `"k3+"`: the same values with the gradient of k2. Or `"exact"`: the KL over
+            the whole vocabulary, for which `fused_grpo_loss` needs a `reference`.
+        kl_clamp: upper bound of a token's KL estimate, whose log-ratio is then limited to [-20, 20]
+            (10 in verl, for k3 alone); no gradient flows beyond the bounds. None: no bound.
+        use_bias_correction_kl: multiply the KL estimate by the ratio, gradient included, so that
+            its expectation under the old policy is the KL of the current one (DeepSeek-V3.2). On
+            by default as in TRL 1.16; tutorials have it off. No effect on the exact KL.
+        entropy_coef: weight of the mean entropy, which is subtracted from the loss as a bonus.
+        top_entropy_quantile: share of tokens to train on, in [0, 1]: those with the highest
+            entropy.
+        entropy_threshold: lowest entropy, in nats, of tokens to train on, in place of the quantile
+            over the call; needs `top_entropy_quantile` below 1. One pass is then enough, unless
+            there is an entropy bonus. None: the quantile.
+        is_correction: correction for the mismatch between sampler and trainer, from
+            `sampling_logps`. Weights clipped to the bounds: `"token_truncate"`,
+            `"sequence_truncate"`, `"geometric_truncate"`. Weights set to 0 outside the bounds:
+            `"token_mask"`, `"sequence_mask"`, `"geometric_mask"`. The weight of a sequence is the
+            product of its tokens' weights, with geometric their geometric mean. `"none"`: off.
+        is_gate: quantity that the bounds apply to when `is_correction` is a mask: `"ratio"` (the
+            weight), or the divergence of sampler and trainer on two outcomes, the sampled token
+            and any other: `"binary_kl"` (the KL, in nats) or `"tv"` (the change of probability).
+            A sequence has the sum of its tokens' divergences, with `"geometric_mask"` their mean.
+        is_clip_max: upper bound of the quantity that `is_gate` names; None: no bound.
+        is_clip_min: lower bound of the weight, for `is_gate="ratio"` alone; None: no bound.
+        off_policy_threshold: drop sequences with negative advantage whose mean log-ratio of sampler
+            to policy exceeds this; None: keep all. The sampler's log-probs are `sampling_logps`,
+            else `old_logps`, else the policy's, with which none is dropped.
+        sapo_temperature_pos: slope of the gate of `sapo` where A > 0.
+        sapo_temperature_neg: slope of the gate of `sapo` where A <= 0.
+        vespo_k_pos: exponent of the weight of `vespo` where A >= 0.
+        vespo_lambda_pos: decay of the weight of `vespo` where A >= 0.
+        vespo_k_neg: exponent of the weight of `vespo` where A < 0.
+        vespo_lambda_neg: decay of the weight of `vespo` where A < 0.
+        dppo_ratio_max: upper bound of the importance weight of `dppo_tv` and `dppo_kl`.
 
     Raises:
         ValueError: an unknown name, a value outside its range, an option the loss type lacks.

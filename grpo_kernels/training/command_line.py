@@ -129,9 +129,10 @@ def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentPar
     if unknown := sorted(set(values) - set(hints)):
         raise TypeError(f"parse_config: expected options of {kind.__name__}; got {unknown}")
     helps = {
-        entry.arg_name: " ".join(str(entry.description).split())
+        entry.arg_name: text[:1].upper() + text[1:]
         for base in reversed(kind.__mro__[:-1])
         for entry in parse_from_object(base).params
+        for text in [" ".join(str(entry.description).split())]
     }
     order = [*_GROUPS.values(), _COMMAND, _SOME_LOSSES]
     groups = {x: parser.add_argument_group(x) for x in order if x in titles.values()}

@@ -236,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if accelerator.is_main_process:
         logs.open_folder(config.folder, config.as_json(), -1)
         one.write(config.folder, 0, several)
+        report.write_environment(config.folder)
         say(f"Look at {report.write(config.folder)[0]}")
 
 

@@ -1,24 +1,31 @@
-r"""Will it fit? Predicts the peak memory of a run from the model's config alone.
+r"""Will it fit, and how long will it take? Predicts both from the model's config alone.
 
+    python -m grpo_kernels.training.memory run.yaml --gpu-gib 24 --gpu-tflops 80
     python -m grpo_kernels.training.memory --model Qwen/Qwen2.5-1.5B --num-generations 8 \
-        --max-completion-length 1024 --dtype bf16 [--lora-rank 16] [--gpu-gib 24 | --cpu] \
-        [--processes 8]
+        --max-completion-length 1024 --dtype bf16 [--lora-rank 16] [--processes 8 | --cpu]
 
-Takes the options of a run, of several processes perhaps. Of the model only the config is needed,
-from the hub or a folder with a config.json: it is built without memory, and every tensor that a
-forward would keep for its backward is counted as it is kept.
+The command takes the options of a run. Of the model it needs the config alone, from the hub or a
+folder with a config.json. The model is built without memory; its forward and backward on a
+micro-batch are counted, the bytes that are kept and the floating-point operations of GEMMs.
+
+    seconds = (micro-batches * epochs_per_rollout * FLOPs(layers, forward and backward)
+               + 2 * tokens * V * H * GEMMs of the head + forwards that score) / FLOP/s of the GPU
+
+Every prompt and completion counts as long as it may be. Attention scores, elementwise work, the
+optimizer and communication are left out, and so is the time of sampling.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..head.budget import default_chunk_bytes
 from ..integrations.hf_head import head_of
@@ -34,7 +41,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes in one process."""
+    """Bytes in one process, and FLOPs of a step there."""
 
     weights: int
     gradients: int
@@ -46,6 +53,7 @@ class Prediction:
     accumulates: bool  # whether gradients are held during a forward
     kv_cache: int  # keys and values while sampling
     sampling_logits: int  # and copies of them
+    flops: Mapping[str, int]  # of GEMMs, by what is computed; the last one is the sampling
 
     @property
     def peak(self) -> int:
@@ -57,12 +65,32 @@ class Prediction:
         return self.weights + self.optimizer + self.reference + max(both, sampling)
 
     def table(self) -> str:
-        """The figures in GiB, one per line."""
+        """The bytes in GiB, one figure per line."""
         return "\n".join(
-            f"{name.replace('_', ' '):24}{value / GIB:9.2f} GiB"
+            f"{name.replace('_', ' '):28}{value / GIB:9.2f} GiB"
             for name, value in {**vars(self), "peak": self.peak}.items()
-            if name != "accumulates"
+            if name not in ("accumulates", "flops")
         )
+
+    def work(self, steps: int, tflops: float | None = None) -> str:
+        """The FLOPs of a step, one figure per line, and its time where `tflops` is known."""
+        *names, sampling = self.flops
+        counts = {name: self.flops[name] / 1e12 for name in names if self.flops[name]}
+        counts["step without sampling"] = total = sum(counts.values())
+        lines = [
+            f"{name:28}{count:9.2f} TFLOP" + (f"{count / tflops:9.2f} s" if tflops else "")
+            for name, count in counts.items()
+        ]
+        lines.append(f"{sampling:28}{self.flops[sampling] / 1e12:9.2f} TFLOP  (time not predicted)")
+        if tflops:
+            minutes = steps * total / tflops / 60
+            lines.append(
+                f"\nPredicted, not measured: {steps:,} steps take {minutes:.3g} min and the time "
+                f"of sampling,\nif GEMMs run at {tflops:g} TFLOP/s and every prompt and completion "
+                "is as long as it may be.\nSampling waits for memory rather than GEMMs: time it in "
+                "a short run (seconds/generate)."
+            )
+        return "\n".join(lines)
 
 
 def predict(
@@ -84,7 +112,7 @@ def predict(
     gradients = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
     has_reference = bool(config.beta) and (config.ref_model or not config.lora_rank)
     policy = Policy(model, share_prompts=config.share_prompts)
-    activations = _kept(policy, config, gpu)
+    activations, forward, backward = _counted(policy, config, gpu)
     text = model_config.get_text_config()
     head = head_of(model)
     V, H = head.weight.shape
@@ -107,6 +135,22 @@ def predict(
     accumulates = sampled // config.minibatches > rows
     generates = config.rollout == "generate"  # or vLLM does, in its share of the card
     cache = kv_cache_bytes(text, sampled * (config.max_prompt_length + T), width)
+    parts = -(-sampled // rows)  # micro-batches of a pass
+    logits = 2 * sampled * T * V * H
+    gemms = (3 if config.one_pass else 4) if head.weight.requires_grad else 2
+    if config.gradient_checkpointing:
+        backward += forward
+    scored = (config.minibatches > 1) + (
+        config.top_entropy_quantile < 1 and config.entropy_threshold is None
+    )
+    compared = bool(config.beta) * (config.epochs_per_rollout if config.exact_kl else 1)
+    flops = {
+        "layers": config.epochs_per_rollout * parts * (forward + backward),
+        "head": config.epochs_per_rollout * gemms * logits,
+        "scores of the policy": scored * (parts * forward + logits),
+        "scores of the reference": compared * (parts * forward + logits),
+        "sampling": parts * forward + logits,
+    }
     return Prediction(
         weights=weights,
         gradients=gradients,
@@ -119,6 +163,7 @@ def predict(
         accumulates=accumulates,
         kv_cache=generates * cache,
         sampling_logits=generates * 4 * 4 * sampled * V,
+        flops=flops,
     )
 
 
@@ -131,20 +176,25 @@ def _model(config: TrainingConfig, model_config: Any) -> nn.Module:
     return set_trainable(model, config)
 
 
-def _kept(policy: Policy, config: TrainingConfig, gpu: bool) -> int:
-    """Bytes of the tensors that the backward of the body needs, each storage once.
+def _counted(policy: Policy, config: TrainingConfig, gpu: bool) -> tuple[int, int, int]:
+    """Returns bytes kept for the backward of the body, and FLOPs of its forward and backward.
 
-    The forward runs on tensors without memory, by a CPU's kernels; a GPU's keep the same for
-    attention (queries, keys, values, output, log-sum-exp).
+    The micro-batch is of tensors without memory, computed by a CPU's kernels; a GPU's keep the same
+    for attention (queries, keys, values, output, log-sum-exp). Each storage counts once. Nothing is
+    recomputed in the backward.
     """
     rows, P, T = config.micro_batch_size, config.max_prompt_length, config.max_completion_length
     prompts = -(-rows // config.num_generations)
     kept: set[torch.UntypedStorage] = set()
+    forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         kept.add(x.untyped_storage())
         return x
 
+    model: Any = policy.model
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_disable()
     with without_memory():
         state = without_values(policy)
         ids, ones = (torch.ones(n, m, dtype=torch.int64) for n, m in ((prompts, P), (rows, T)))
@@ -152,10 +202,14 @@ def _kept(policy: Policy, config: TrainingConfig, gpu: bool) -> int:
         low = _autocasts(config, gpu)
         autocast = torch.autocast("cpu", torch.bfloat16) if low else nullcontext()
         policy.train()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), autocast:
-            torch.func.functional_call(policy, state, ("hidden", batch))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), autocast, forward:
+            hidden = torch.func.functional_call(policy, state, ("hidden", batch))
+        with backward:
+            if hidden.requires_grad:
+                hidden.sum().backward()
     own = {x.untyped_storage() for x in state.values()}
-    return sum(storage.nbytes() for storage in kept - own)
+    kept_bytes = sum(storage.nbytes() for storage in kept - own)
+    return kept_bytes, forward.get_total_flops(), backward.get_total_flops()
 
 
 def _autocasts(config: TrainingConfig, gpu: bool) -> bool:
@@ -172,6 +226,9 @@ class Forecast(TrainingConfig):
 
     gpu_gib: float | None = None
     """GiB of the GPU: says whether the run fits, by the exit status as well; none: unknown."""
+    gpu_tflops: float | None = None
+    """TFLOP/s that each GPU sustains in GEMMs, less than its data sheet's: predicts the time of a
+    step as well; none: no time."""
     cpu: bool = False
     """On a CPU, which has no GPU's precision and another vLLM."""
     processes: int = 1
@@ -180,8 +237,10 @@ class Forecast(TrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("processes", self.processes >= 1, "at least 1")
-        if self.cpu and self.gpu_gib is not None:
-            raise ValueError(f"gpu_gib: expected none with cpu; got {self.gpu_gib}")
+        self.require("gpu_tflops", self.gpu_tflops is None or self.gpu_tflops > 0, "more than 0")
+        for name in ("gpu_gib", "gpu_tflops"):
+            if self.cpu and getattr(self, name) is not None:
+                raise ValueError(f"{name}: expected none with cpu; got {getattr(self, name)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -199,13 +258,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         config, model_config, gpu=not config.cpu, gpu_bytes=gpu_bytes,
         processes=config.processes,
     )  # fmt: skip
-    print(prediction.table())
+    print(prediction.table(), prediction.work(config.steps, config.gpu_tflops), sep="\n\n")
     if gpu_bytes is None:
         return
     share = 0.08 + (config.rollout == "vllm") * config.vllm_gpu_memory_utilization
     fits = prediction.peak <= int((1 - share) * gpu_bytes)
     print(
-        f"{'fits' if fits else 'does not fit'} into {config.gpu_gib:g} GiB, of which {share:.0%} "
+        f"\n{'fits' if fits else 'does not fit'} into {config.gpu_gib:g} GiB, of which {share:.0%} "
         "are left to vLLM, the driver and fragmentation"
     )
     if not fits:

@@ -21,8 +21,9 @@ from .samples import Samples
 
 # What the terminal shows of a step, if a run has it.
 _LINE = {
-    "reward": ".3f", "accuracy": ".0%", "kl": ".4f", "entropy": ".2f", "completion_length": ".1f",
-    "loss": "+.4f", "grad_norm": ".3g",
+    "reward": "reward {:.3f}", "accuracy": "sampled accuracy {:.0%}", "kl": "kl {:.4f}",
+    "entropy": "entropy {:.2f}", "completion_length": "completion length {:.1f}",
+    "loss": "loss {:+.4f}", "grad_norm": "grad norm {:.3g}",
 }  # fmt: skip
 
 
@@ -106,6 +107,9 @@ class Trackers(Observer):
 class Page(Observer):
     """Draws `report.html`, and says at the end what came of the run."""
 
+    def start(self, step: int) -> None:
+        report.write_environment(self.config.folder)
+
     def step(self, row: dict[str, Any], samples: Samples) -> None:
         if self.shows_samples(row["step"]):
             self._write()
@@ -158,6 +162,12 @@ def introduction(
         f"{trained / 1e6:,.1f}M parameters trained; {problems:,} problems, {held_out:,} held "
         f"out; results in {config.folder}/"
     )
+    if held_out:
+        how = f"at temperature {config.eval_temperature:g}" if config.eval_temperature else "greedy"
+        yield (
+            f"sampled accuracy: of completions trained on, at temperature {config.temperature:g}; "
+            f"held-out accuracy: of other problems, {how}"
+        )
     if config.dtype == "bf16" and not config.lora_rank:
         yield (
             "warning: bf16 weights move by 1/256 of themselves or not at all: use dtype fp32 "
@@ -169,7 +179,7 @@ def introduction(
 
 def line_of(row: Mapping[str, Any]) -> str:
     """A step's row in one line of text."""
-    told = [f"{k.replace('_', ' ')} {row[k]:{form}}" for k, form in _LINE.items() if k in row]
+    told = [form.format(row[k]) for k, form in _LINE.items() if k in row]
     parts = {k.partition("/")[2]: x for k, x in row.items() if k.startswith("seconds/")}
     split = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
     return f"{row['step']:5d}  {'  '.join(told)}  {row['seconds']:.1f} s ({split})"
@@ -191,14 +201,18 @@ def sample_rows(samples: Samples, group_size: int) -> list[dict[str, Any]]:
 
 
 def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of `samples.jsonl` as text, one line per completion."""
-    return "\n".join(
-        f"      ...{_in_one_line(report.text_of(row['prompt']))[-60:]} -> "
-        f"{_in_one_line(row['completion'])[:90]}{'' if row['ended'] else ' [cut]'}   (answer "
-        f"{_in_one_line(str(row['answer']))[:20]}, reward {row['reward']:.2f}, advantage "
-        f"{row['advantage']:+.2f})"
-        for row in rows
-    )
+    """Rows of `samples.jsonl` as text: a line per prompt, and below it one per completion."""
+    lines = []
+    for i, row in enumerate(rows):
+        if i == 0 or row["prompt"] != rows[i - 1]["prompt"]:
+            *_, last = report.text_of(row["prompt"]).strip().split("\n\n")  # without examples
+            answer = _in_one_line(str(row["answer"]))[:20]
+            lines.append(f"      prompt: {_in_one_line(last)[-90:]}  (right answer: {answer})")
+        lines.append(
+            f"        reward {row['reward']:.2f}, advantage {row['advantage']:+.2f}: "
+            f"{_in_one_line(row['completion'])[:90]}{'' if row['ended'] else ' [cut]'}"
+        )
+    return "\n".join(lines)
 
 
 def _in_one_line(text: str) -> str:

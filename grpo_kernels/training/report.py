@@ -9,22 +9,33 @@ import argparse
 import html
 import io
 import json
+import platform
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import PartialState
+
 from . import logs
+from .config import TrainingConfig
 
 Row = Mapping[str, Any]
 # Step and value, or step, value and the ends of its interval.
 Points = Sequence[tuple[float, ...]]
 _FILES = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
+_PACKAGES = (
+    "grpo_kernels", "torch", "triton", "transformers", "accelerate", "peft", "datasets", "vllm",
+)  # fmt: skip
 _SMOOTH = 5
+_SAMPLE = ("prompt (its end)", "completion", "right answer", "reward", "advantage")
 # Pictures of a page: patterns of the metrics in one.
 _CURVES = {
     "reward, mean of 5 steps": ("reward", "reward/*"),
-    "accuracy while sampling, mean of 5 steps": ("accuracy", "accuracy/*"),
+    "accuracy of training samples, mean of 5 steps": ("accuracy", "accuracy/*"),
     "KL to the reference": ("kl",),
     "entropy, nats": ("entropy",),
     "completion length, tokens": ("completion_length",),
@@ -48,42 +59,63 @@ def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 def summary(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
     """Says how far a run came."""
-    told = []
+    parts = []
     if rows:
-        smooth = _smooth([row["reward"] for row in rows])
-        first = smooth[min(len(rows), _SMOOTH) - 1]
         seconds = sum(row["seconds"] for row in rows) / len(rows)
-        told += [
-            f"{rows[-1]['step']:,} steps of {seconds:.1f} s",
-            f"reward {first:.3f} (first {_SMOOTH} steps) -> {smooth[-1]:.3f} (last {_SMOOTH})",
-            f"peak memory {max(row['peak_memory_gib'] for row in rows):.2f} GiB",
-        ]
+        parts.append(f"{len(rows):,} step{'s' * (len(rows) > 1)} of {seconds:.1f} s")
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        if n := min(_SMOOTH, len(rewards) // 2):
+            first, last = (sum(part) / n for part in (rewards[:n], rewards[-n:]))
+            steps = f"{n} steps" if n > 1 else "step"
+            parts.append(f"reward {first:.3f} (first {steps}) -> {last:.3f} (last {steps})")
+        elif rewards:
+            parts.append(f"reward {rewards[0]:.3f}")
+        parts.append(f"peak memory {max(row['peak_memory_gib'] for row in rows):.2f} GiB")
     if evaluations:
         shares = " -> ".join(f"{x['accuracy']:.1%}" for x in (evaluations[0], evaluations[-1]))
         now = evaluations[-1]
-        told.append(
-            f"accuracy on {now['problems']} held-out problems {shares} (95 %: {now['low']:.1%} to "
+        parts.append(
+            f"held-out accuracy {shares} of {now['problems']} problems (95 %: {now['low']:.1%} to "
             f"{now['high']:.1%})"
         )
-    return "; ".join(told) or "no step yet"
+    return "; ".join(parts) or "no step yet"
+
+
+def write_environment(folder: Path) -> None:
+    """Writes device and versions, and the package's commit in a git checkout, for the report."""
+    state, found = PartialState(), {"Python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    commit = {"grpo_kernels' commit": text} if (text := _commit()) else {}
+    device = {"processes x device": f"{state.num_processes} x {_name_of(state.device)}"}
+    (folder / "environment.json").write_text(json.dumps(device | commit | found, indent=1) + "\n")
 
 
 def write(folder: Path) -> tuple[Path, str]:
     """Makes `report.html` from the logs in the folder; returns it and the run's summary."""
-    config = json.loads((folder / "config.json").read_text())
+    options = json.loads((folder / "config.json").read_text())
     rows, evaluations, samples = (logs.read(folder / name) for name in _FILES)
-    model = Path(config["model"])
+    model = Path(options["model"])
     name = model.name if model.is_absolute() else model
-    title = html.escape(f"{config['name']}: {name} on {config['dataset']}")
-    told = [(f"step {r['step']}", text) for r in rows for text in r.get("warnings", [])]
+    title = html.escape(f"{options['name']}: {name} on {options['dataset']}")
+    warnings = [(f"step {r['step']}", text) for r in rows for text in r.get("warnings", [])]
     last = [s for s in samples if s["step"] == samples[-1]["step"]]
-    said = summary(rows, evaluations)
+    text, defaults = summary(rows, evaluations), TrainingConfig.default_json()
+    changed = {k: (x, defaults.get(k)) for k, x in options.items() if x != defaults.get(k)}
     parts = (
-        f"<p>{html.escape(said)}</p>", _table("Warnings", told[-20:]),
+        f"<p>{html.escape(text)}</p>", _table("Warnings", warnings[-20:]),
         _pictures(rows, evaluations, logs.read_charts(folder)),
-        _table("Held-out problems", _accuracies(evaluations)),
-        _table("Completions of the last step shown", map(_texts, last)),
-        _table("Options", config.items()),
+        _table("Held-out problems", *_accuracies(evaluations)),
+        _table("Completions of the last step shown: best and worst of two groups",
+               map(_texts, last), _SAMPLE),
+        _table("Options that differ from their defaults", [(k, *x) for k, x in changed.items()],
+               ("option", "here", "default")),
+        _table("Device and versions", _environment_of(folder).items()),
+        _table("Options at their defaults",
+               [(k, x) for k, x in options.items() if k not in changed]),
     )  # fmt: skip
     head, foot = Path(__file__).with_name("report_page.html").read_text().split("BODY")
     # Whatever is in its text: half of a surrogate pair, too.
@@ -91,32 +123,64 @@ def write(folder: Path) -> tuple[Path, str]:
     scratch.write_text(
         "\n".join((head.replace("TITLE", title), *parts, foot)), encoding="utf-8", errors="replace"
     )
-    return scratch.replace(folder / "report.html"), said
+    return scratch.replace(folder / "report.html"), text
 
 
-def _table(title: str, rows: Iterable[Sequence[object]]) -> str:
+def _environment_of(folder: Path) -> dict[str, Any]:
+    path = folder / "environment.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type != "cpu":
+        return str(torch.get_device_module(device).get_device_name(device))
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((x.partition(": ")[2] for x in lines if x.startswith("model name")), "CPU")
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def _commit() -> str | None:
+    here = Path(__file__)
+    try:
+        for command in (f"ls-files --error-unmatch {here.name}", "describe --always --dirty"):
+            git = ["git", "-C", str(here.parent), *command.split()]
+            done = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
+        return None
+    return done.stdout.strip()
+
+
+def _table(title: str, rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
     """A table of texts, none of which is taken for HTML; nothing of no rows."""
-    cells = (
-        "<tr>" + "".join(f"<td>{html.escape(str(x))}</td>" for x in row) + "</tr>" for row in rows
-    )
-    table = "".join(cells)
-    return f"<h2>{title}</h2><table>{table}</table>" if table else ""
+    lines = [_line("td", row) for row in rows]
+    if not lines:
+        return ""
+    heads = [_line("th", header)] if header else []
+    return f"<h2>{title}</h2><table>{''.join(heads + lines)}</table>"
 
 
-def _accuracies(evaluations: Sequence[Row]) -> Iterable[tuple[str, ...]]:
-    """The last evaluation beside the first, by group, and at several samples per problem."""
+def _line(kind: str, row: Sequence[object]) -> str:
+    cells = "".join(f"<{kind}>{html.escape(str(x))}</{kind}>" for x in row)
+    return f"<tr>{cells}</tr>"
+
+
+def _accuracies(evaluations: Sequence[Row]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """The last evaluation beside the first, by group, and at several samples; and a header."""
     if not evaluations:
-        return
+        return [], ()
     now = evaluations[-1]
     compared = [evaluations[0], now] if len(evaluations) > 1 else [now]
-    yield ("", "problems", *(f"after step {e['step']}" for e in compared))
-    yield ("all", str(now["problems"]), *map(_interval, compared))
+    rows = [("all", str(now["problems"]), *map(_interval, compared))]
     for column, values in now.get("by", {}).items():
         for value, part in values.items():
             parts = (e.get("by", {}).get(column, {}).get(value) for e in compared)
-            yield (f"{column}: {value}", str(part["problems"]), *map(_interval, parts))
+            rows.append((f"{column}: {value}", str(part["problems"]), *map(_interval, parts)))
     if several := now.get("samples"):
-        yield (f"{several['count']} samples each", str(several["problems"]), _interval(several))
+        each = f"{several['count']} samples each"
+        rows.append((each, str(several["problems"]), _interval(several)))
+    steps = (f"accuracy after step {e['step']} (95 % interval)" for e in compared)
+    return rows, ("", "problems", *steps)
 
 
 def _interval(one: Row | None) -> str:
@@ -124,11 +188,11 @@ def _interval(one: Row | None) -> str:
 
 
 def _texts(row: Row) -> tuple[str, ...]:
-    """A completion, with what it was given and what it got."""
+    """A row of `samples.jsonl`, as `_SAMPLE` names its parts."""
     cut = "" if row["ended"] else " [cut]"
-    reward = "not scored" if row["reward"] is None else f"reward {row['reward']:.2f}"
-    got = reward, f"advantage {row['advantage']:+.2f}"
-    return text_of(row["prompt"])[-600:], row["completion"] + cut, str(row["answer"]), *got
+    reward = "not scored" if row["reward"] is None else f"{row['reward']:.2f}"
+    texts = text_of(row["prompt"])[-600:], row["completion"] + cut, str(row["answer"])
+    return *texts, reward, f"{row['advantage']:+.2f}"
 
 
 def _pictures(

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from examples import (
     custom_reward,
@@ -70,6 +71,29 @@ def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
     assert demo_model.resolved(replace(config, lora_rank=2)).trainable is None
     other = replace(config, model="some/model")
     assert demo_model.resolved(other) == other
+
+
+def test_a_broken_conversion_leaves_nothing(monkeypatch, tmp_path, tiny_model):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, seen = demo_model.cache_folder(), []
+
+    def parts(gguf):
+        seen.append([path.name for path in folder.parent.iterdir() if path.is_dir()])
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        return make_model("llama"), AutoTokenizer.from_pretrained(tiny_model)
+
+    monkeypatch.setattr(demo_model, "_converted", parts)
+    monkeypatch.setattr(demo_model, "_gguf_file", lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        demo_model.model_path()
+    unfinished = folder.parent / f"{folder.name}.unfinished"
+    unfinished.mkdir()  # of a process killed while it wrote
+    (unfinished / "half").touch()
+    assert demo_model.model_path() == demo_model.model_path() == folder
+    assert seen == [[], [unfinished.name]] and not (folder / "half").exists()
+    assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
+    AutoTokenizer.from_pretrained(folder)
 
 
 def test_with_trl(tiny_model, tmp_path):

@@ -147,7 +147,7 @@ def test_the_readme_s_first_screen():
 
 def test_every_loss_type_is_told():
     assert {row[0].strip("`") for row in rows_of("Loss types")} == set(LOSS_TYPES)
-    listed = (GRPOLossConfig.__doc__ or "").split("loss_type: ")[1].split("; or an instance")[0]
+    listed = (GRPOLossConfig.__doc__ or "").split("loss_type: ")[1].split(". Or an instance")[0]
     assert set(re.findall('"(.*?)"', listed)) == set(LOSS_TYPES)
     assert f"{len(LOSS_TYPES)} loss\ntypes" in (ROOT / "README.md").read_text()
 

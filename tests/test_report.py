@@ -1,0 +1,89 @@
+"""What people read of a run: its summary, its page, completions in the terminal."""
+
+import json
+import subprocess
+
+import pytest
+
+from grpo_kernels.training import TrainingConfig, logs, report
+from grpo_kernels.training.observers import line_of, sample_table
+
+
+def rows_of(*rewards):
+    return [
+        {"step": i + 1, "reward": reward, "seconds": 2.0, "peak_memory_gib": 1.0}
+        for i, reward in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "text"),
+    (
+        ((0.25,), "1 step of 2.0 s; reward 0.250; peak"),
+        ((0.25, 0.5), "2 steps of 2.0 s; reward 0.250 (first step) -> 0.500 (last step); peak"),
+        ((0.25, 9.0, 0.5), "3 steps of 2.0 s; reward 0.250 (first step) -> 0.500 (last step);"),
+        ((0.0, 1.0, 9.0, 1.0, 2.0), "reward 0.500 (first 2 steps) -> 1.500 (last 2 steps);"),
+        (range(20), "reward 2.000 (first 5 steps) -> 17.000 (last 5 steps);"),
+        ((None, 0.5, None), "3 steps of 2.0 s; reward 0.500; peak"),
+        ((None,), "1 step of 2.0 s; peak memory 1.00 GiB"),
+    ),
+)
+def test_a_summary_compares_steps_that_do_not_overlap(rewards, text):
+    assert text in report.summary(rows_of(*rewards), [])
+
+
+@pytest.mark.usefixtures("curves")
+def test_a_page_has_what_was_changed_and_where_it_ran(tmp_path):
+    config = TrainingConfig(model="m", dataset="d", steps=7, learning_rate=1e-6)
+    logs.open_folder(tmp_path, config.as_json(), -1)
+    report.write_environment(tmp_path)
+    shown = {"prompt": "1 + 1?", "completion": "<answer>3", "answer": "2", "ended": False}
+    logs.append(tmp_path / "metrics.jsonl", rows_of(0.5)[0])
+    logs.append(tmp_path / "samples.jsonl", {"step": 1, **shown, "reward": 0.2, "advantage": -1.0})
+    page = report.write(tmp_path)[0].read_text()
+    changed, rest = page.split("Options that differ")[1].split("Options at their defaults")
+    changed, environment = changed.split("Device and versions")
+    header = "<th>option</th><th>here</th><th>default</th>"
+    assert header in changed and "<td>steps</td><td>7</td><td>100</td>" in changed
+    assert "learning_rate" not in changed and "<td>learning_rate</td><td>1e-06</td>" in rest
+    assert all(f"<td>{x}</td>" in environment for x in ("torch", "Python", "processes x device"))
+    heads = "<th>prompt (its end)</th><th>completion</th><th>right answer</th><th>reward</th>"
+    cells = "<td>1 + 1?</td><td>&lt;answer&gt;3 [cut]</td><td>2</td><td>0.20</td>"
+    assert heads in page and cells in page
+
+
+def test_a_page_is_made_of_folders_without_an_environment(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model": "m", "name": "n", "dataset": "d"}))
+    assert "Device" not in report.write(tmp_path)[0].read_text()
+
+
+def test_a_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch):
+    def commit():
+        report.write_environment(tmp_path)
+        return json.loads((tmp_path / "environment.json").read_text()).get("grpo_kernels' commit")
+
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
+    assert commit() is None
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "m"]):
+        subprocess.run([*git, *command], check=True)
+    (tmp_path / "report.py").touch()
+    assert commit() is None  # installed into another project's folder
+    subprocess.run([*git, "add", "report.py"], check=True)
+    assert commit().endswith("-dirty")
+
+
+def test_the_terminal_tells_prompt_completion_and_answer_apart():
+    """Of a prompt with an example in it, too."""
+    row = {"prompt": "Q: 1 + 1?\nA: 2\n\nQ: 2 + 2?", "answer": "4", "ended": True, "advantage": 1}
+    rows = [{**row, "completion": text, "reward": 0.5} for text in ("4", "five")]
+    other = {**rows[0], "prompt": [{"role": "user", "content": "3 + 3?"}], "ended": False}
+    assert sample_table([*rows, other]).splitlines() == [
+        "      prompt: Q: 2 + 2?  (right answer: 4)",
+        "        reward 0.50, advantage +1.00: 4",
+        "        reward 0.50, advantage +1.00: five",
+        "      prompt: 3 + 3?  (right answer: 4)",
+        "        reward 0.50, advantage +1.00: 4 [cut]",
+    ]
+    line = line_of({"step": 3, "reward": 0.5, "accuracy": 0.25, "seconds": 2})
+    assert "reward 0.500  sampled accuracy 25%  2.0 s" in line
