@@ -232,18 +232,18 @@ def _report(results: Iterator[tuple[str, str | None]]) -> list[str]:
 
 def print_verdict(packages: list[str], calls: list[str]) -> None:
     """Prints what works, what does not and what to do, from the problems that were found."""
-    found = [device.type for device in devices()]
+    kinds = [device.type for device in devices()]
     if calls:
         print(f"\nVERDICT: {len(calls)} checks failed. Do not train on this machine.")
     elif packages:
         print("\nVERDICT: all results are right, but a package has an unsupported version.")
     else:
-        print(f"\nVERDICT: all is well. All results are right on {' and '.join(found)}.")
+        print(f"\nVERDICT: all is well. All results are right on {' and '.join(kinds)}.")
     for problem in (*calls, *packages):
         print(f"  - {problem}")
     if calls:
         print("  Please report this, with all of the output.")
-    if found == ["cpu"]:
+    if kinds == ["cpu"]:
         print("  No GPU was found: the library runs on the CPU, with torch operations.")
     absent = [x for x in PACKAGES[1:] if x.versions and installed(x.name) is None]
     if absent:

@@ -10,7 +10,15 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from examples import problems
-from grpo_kernels.training import TrainingConfig, answers, data, load_problems, report, rewards
+from grpo_kernels.training import (
+    TrainingConfig,
+    answers,
+    data,
+    load_problems,
+    report,
+    rewards,
+)
+from grpo_kernels.training.prompts import EXAMPLE, PromptEncoder, build_prompt, short_enough
 from grpo_kernels.training.run import place_of
 from tests.helpers.tiny_models import make_tokenizer
 
@@ -72,7 +80,7 @@ def test_made_problems_are_held_out(name, sizes):
     assert not prompts[0] & prompts[1]
     assert all(answers.number_of(p["answer"]) is not None for p in (*train, *held_out))
     if name.endswith("gsm_symbolic"):
-        assert data.EXAMPLE in train[0]["prompt"]
+        assert EXAMPLE in train[0]["prompt"]
         chat = load_problems(config_of(**given, chat=True))[0][0]
         assert [m["role"] for m in chat["prompt"]] == ["user"]
     if name.endswith("chain_sum"):  # which has a judge of its own
@@ -236,7 +244,7 @@ def test_held_out_problems_of_a_file_of_their_own(tmp_path):
 def test_prompts_have_tokens_and_not_too_many():
     def kept(*prompts):
         problems = [{"prompt": prompt} for prompt in prompts]
-        some = data.short_enough(problems, lambda problem: [*problem["prompt"]], 3, said.append)
+        some = short_enough(problems, lambda problem: [*problem["prompt"]], 3, said.append)
         return [problem["prompt"] for problem in some]
 
     said = []
@@ -281,7 +289,7 @@ def tokenizer(request):
 
 def test_a_prompt_is_to_be_gone_on_from(tokenizer):
     def seen(prompt, chat=False):
-        return tokenizer.decode(data.PromptEncoder(tokenizer, chat=chat)({"prompt": prompt}))
+        return tokenizer.decode(PromptEncoder(tokenizer, chat=chat)({"prompt": prompt}))
 
     assert seen("2 + 3?") == f"{tokenizer.begins}2 + 3?"
     assert seen("") == tokenizer.begins
@@ -309,11 +317,11 @@ def test_a_message_has_a_text_parts_or_nothing(content, text):
 
 
 def prompt(**options):
-    return data.prompt_of("1 + 1?", config_of(**options))
+    return build_prompt("1 + 1?", config_of(**options))
 
 
 def test_prompts_are_made_as_the_options_say():
-    assert prompt().endswith(f"{data.EXAMPLE}\n\nQuestion: 1 + 1?\n") and "<think>" in prompt()
+    assert prompt().endswith(f"{EXAMPLE}\n\nQuestion: 1 + 1?\n") and "<think>" in prompt()
     assert prompt(prompt_template="Q: {question} A:") == "Q: 1 + 1? A:"
     own = {"system_prompt": "Be brief.", "prompt_template": "{question}"}
     assert prompt(**own) == "Be brief.\n1 + 1?"

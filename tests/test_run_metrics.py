@@ -38,7 +38,7 @@ def merged_of(config, sizes):
         parts.append(out.metrics)
         completions.append(int(batch.mask[rows].any(1).sum()))
         start += size
-    return Metrics(config).of_update(parts, completions, Alone)
+    return Metrics(config).merge_micro_batches(parts, completions, Alone)
 
 
 def test_own_code_adds_a_metric_with_a_curve(tiny_model, tmp_path):
@@ -124,11 +124,11 @@ def test_no_name_decides_how_a_metric_is_merged():
     ]
     metrics = Metrics(config)
     metrics.register(Metric("gap", merge="min"))
-    row = metrics.of_update(parts, [1, 1], Alone)
+    row = metrics.merge_micro_batches(parts, [1, 1], Alone)
     assert row["ce_gap"] == row["gap_max"] == pytest.approx(3.0)
     assert row["gap"] == 1.5
     # A loss over sequences averages over these.
-    sequences = Metrics(GRPOLossConfig(loss_type="gspo")).of_update(parts, [1, 1], Alone)
+    sequences = Metrics(GRPOLossConfig(loss_type="gspo")).merge_micro_batches(parts, [1, 1], Alone)
     assert sequences["gap_max"] == pytest.approx((1.5 + 6) / 2)
 
 
@@ -137,7 +137,7 @@ def test_nan_is_shown_where_a_loss_has_it_and_left_out_where_it_is_added(merge):
     metrics = Metrics(GRPOLossConfig())
     metrics.register(Metric("a", merge=merge))
     for values in ([1.0, math.nan, 2.0], [math.nan, 1.0, 2.0]):
-        assert math.isnan(metrics.of_updates([{"a": x} for x in values])["a"])
+        assert math.isnan(metrics.merge_updates([{"a": x} for x in values])["a"])
         metrics.add("a", values)
         expected = {"mean": 1.5, "max": 2.0, "min": 1.0, "sum": 3.0}[merge]
         assert metrics.take(Alone) == {"a": expected}

@@ -12,10 +12,10 @@ from grpo_kernels.training import (
     Completion,
     Trainer,
     checkpoint,
-    data,
     evaluate,
     load_model,
     load_problems,
+    prompts,
 )
 from grpo_kernels.training.observers import Observer, Trackers
 from tests.helpers.tiny_models import make_model, make_tokenizer
@@ -259,7 +259,7 @@ def test_a_minibatch_without_gradient_is_not_encoded_and_loses_no_metric(tiny_mo
     assert seen == [1, 2] and row["groups_equal"] == 0.75
     assert row["ratio_max"] > 0 and row["entropy"] > 0
     updates = [{"loss": 1.0, "tokens": 2}, {"loss": 3.0, "tokens": 3, "kl_max": 7.0}]
-    merged = trainer.metrics.of_updates(updates)
+    merged = trainer.metrics.merge_updates(updates)
     assert merged == {"loss": 2.0, "tokens": 5, "kl_max": 7.0}
 
 
@@ -403,7 +403,7 @@ def test_prompts_are_tokenized_once():
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
     template = tokenizer.apply_chat_template
     tokenizer.apply_chat_template = lambda *a, **k: asked.append(1) or template(*a, **k)
-    encode = data.PromptEncoder(tokenizer, chat=True)
+    encode = prompts.PromptEncoder(tokenizer, chat=True)
     messages = [{"role": "system", "content": "a"}]
     for prompt, text in (("hi", "<user>hi:"), (messages, "<system>a:"),
                          (repr(messages), f"<user>{messages}:")) * 2:  # fmt: skip

@@ -254,9 +254,9 @@ def _name(step: int) -> str:
 
 def _whole(folder: Path) -> dict[int, Path]:
     paths = (folder / "checkpoints").glob("step-*")
-    found = {path: re.fullmatch(r"step-(\d+)", path.name) for path in paths}
+    matches = {path: re.fullmatch(r"step-(\d+)", path.name) for path in paths}
     return {
-        int(match[1]): path for path, match in found.items() if match and (path / _STATE).exists()
+        int(match[1]): path for path, match in matches.items() if match and (path / _STATE).exists()
     }
 
 

@@ -24,8 +24,9 @@ from tqdm import tqdm
 from . import logs, ranks
 from .answers import extract_answer, is_correct
 from .config import DEFAULTS, TrainingConfig
-from .data import Problem, PromptEncoder, short_enough
+from .data import Problem
 from .expressions import timed_out
+from .prompts import PromptEncoder, short_enough
 from .rewards import (
     RewardFunction,
     check_rewards,
@@ -36,7 +37,7 @@ from .rewards import (
 )
 from .rollout import Sampler
 
-# Columns of problems by whose values accuracy is told apart.
+# Columns of problems by whose values accuracy is parts apart.
 GROUPS = ("held_out", "level")
 
 
@@ -53,31 +54,31 @@ class Evaluation:
     timed_out: int = 0  # comparisons of answers without a result, which count as wrong
 
     def __str__(self) -> str:
-        told = [
+        texts = [
             f"held-out accuracy {self.accuracy:.1%} (95 %: {self.low:.1%} to {self.high:.1%}) of "
             f"{len(self.answers) // self.count}, reward {self.reward:.2f}"
         ]
         if self.timed_out:
-            told.append(f"{self.timed_out} comparisons had no result in time and count as wrong")
+            texts.append(f"{self.timed_out} comparisons had no result in time and count as wrong")
         for column, parts in self.parts.items():
             shares = (f"{value} {part.accuracy:.1%}" for value, part in parts.items())
-            told.append(f"{column}: {', '.join(shares)}")
-        return "; ".join(told)
+            texts.append(f"{column}: {', '.join(shares)}")
+        return "; ".join(texts)
 
     @property
     def parts(self) -> dict[str, dict[str, Evaluation]]:
         """Results, by column of `GROUPS`, for problems with each of its values."""
-        found: dict[str, dict[str, Evaluation]] = {}
+        evaluations: dict[str, dict[str, Evaluation]] = {}
         for column in GROUPS:
             values: dict[str, list[dict[str, Any]]] = {}
             for answer in self.answers:
                 if answer.get(column) is not None:
                     values.setdefault(str(answer[column]), []).append(answer)
             if len(values) > 1:
-                found[column] = {
+                evaluations[column] = {
                     value: accuracy_of(values[value], self.count) for value in sorted(values)
                 }
-        return found
+        return evaluations
 
     def summary(self, step: int) -> dict[str, Any]:
         """The row of `evaluations.jsonl`."""
@@ -147,11 +148,11 @@ def evaluate(
     world, rank = accelerator.num_processes, accelerator.process_index
     each = math.ceil(len(problems) / world)
     # Equally many per process; of those that come twice the second is dropped at the end.
-    mine = [problems[i % len(problems)] for i in range(rank * each, (rank + 1) * each)]
+    local = [problems[i % len(problems)] for i in range(rank * each, (rank + 1) * each)]
     size = max(1, config.prompts_per_step // world * config.num_generations // count)
     labels, answers, before = [reward.label for reward in rewards], [], timed_out()
     for start in range(0, each, size):
-        asked = deepcopy(mine[start : start + size])  # which observers may change
+        asked = deepcopy(local[start : start + size])  # which observers may change
         some = [problem for problem in asked for _ in range(count)]
         completions = sampler(asked, count, temperature, length=length)
         texts = sampler.texts(completions)

@@ -59,9 +59,9 @@ def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:
     for name in NAMES:
         path = folder / name
         if path.exists():
-            kept = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= step]
+            lines = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= step]
             scratch = path.with_suffix(".tmp")
-            scratch.write_text("".join(kept))
+            scratch.write_text("".join(lines))
             scratch.replace(path)
 
 

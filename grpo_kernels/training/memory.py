@@ -185,11 +185,11 @@ def _counted(policy: Policy, config: TrainingConfig, gpu: bool) -> tuple[int, in
     """
     rows, P, T = config.micro_batch_size, config.max_prompt_length, config.max_completion_length
     prompts = -(-rows // config.num_generations)
-    kept: set[torch.UntypedStorage] = set()
+    storages: set[torch.UntypedStorage] = set()
     forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        kept.add(x.untyped_storage())
+        storages.add(x.untyped_storage())
         return x
 
     model: Any = policy.model
@@ -208,7 +208,7 @@ def _counted(policy: Policy, config: TrainingConfig, gpu: bool) -> tuple[int, in
             if hidden.requires_grad:
                 hidden.sum().backward()
     own = {x.untyped_storage() for x in state.values()}
-    kept_bytes = sum(storage.nbytes() for storage in kept - own)
+    kept_bytes = sum(storage.nbytes() for storage in storages - own)
     return kept_bytes, forward.get_total_flops(), backward.get_total_flops()
 
 

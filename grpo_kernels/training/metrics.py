@@ -87,7 +87,7 @@ class Metrics:
     def __init__(self, config: GRPOLossConfig) -> None:
         # A loss averages its own metrics over sequences where it tells these apart.
         self._own_per = "completion" if config.loss.needs_sequences else "token"
-        self._metrics = {metric.name: metric for metric in _of_losses(config)}
+        self._metrics = {metric.name: metric for metric in _library_metrics(config)}
         self._totals: dict[str, _Total] = {}
 
     def register(self, *metrics: Metric) -> None:
@@ -125,7 +125,7 @@ class Metrics:
         totals, self._totals = self._totals, {}
         return self._results(ranks.reduce(accelerator, totals, _merged))
 
-    def of_update(
+    def merge_micro_batches(
         self, parts: Sequence[Mapping[str, Tensor]], completions: Sequence[int],
         accelerator: Accelerator,
     ) -> dict[str, float]:  # fmt: skip
@@ -157,7 +157,7 @@ class Metrics:
             row["ess"] = row["ratio_mean"] ** 2 / row.pop(_SQUARES)
         return row
 
-    def of_updates(self, updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    def merge_updates(self, updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
         """Merges updates, each of which counts once; one that some lack is of the others."""
         totals: dict[str, _Total] = {}
         for update in updates:
@@ -196,7 +196,7 @@ _SQUARES = "ratio_squares"
 _HIDDEN = {"ce_loss", "ce_tokens", "support/mean", "support/p99", "support/singletons"}
 
 
-def _of_losses(config: GRPOLossConfig) -> Iterator[Metric]:
+def _library_metrics(config: GRPOLossConfig) -> Iterator[Metric]:
     """The library's own metrics that are no means over completions or updates."""
     for name in ("tokens", "answers_timed_out"):
         yield Metric(name, "token", "sum")
@@ -239,7 +239,7 @@ class Clock:
             self.seconds[name] += seconds
 
 
-def of_step(
+def step_row(
     samples: Samples, labels: Sequence[str], updates: Iterable[Mapping[str, float]], run: Run,
     clock: Clock,
 ) -> dict[str, Any]:  # fmt: skip
@@ -255,8 +255,8 @@ def of_step(
     add_samples(run.metrics, samples, labels, run.config)
     row = {"step": run.step, **run.metrics.take(run.accelerator)}
     if samples.replay_support:
-        row |= of_support(ranks.reduce(run.accelerator, samples.support_sizes, torch.cat))
-    row |= run.metrics.of_updates(updates)
+        row |= support_metrics(ranks.reduce(run.accelerator, samples.support_sizes, torch.cat))
+    row |= run.metrics.merge_updates(updates)
     if run.micro_batch_size < run.config.micro_batch_size:  # since memory has run out
         row["micro_batch_size"] = run.micro_batch_size
     if run.bad_updates:
@@ -302,7 +302,7 @@ def _level_of(problem: Problem) -> float:
     return float(level)
 
 
-def of_support(sizes: Tensor) -> dict[str, float]:
+def support_metrics(sizes: Tensor) -> dict[str, float]:
     """Metrics of the supports of a rollout, of which `sizes` are those of the kept sets."""
     if not len(sizes):
         return {}

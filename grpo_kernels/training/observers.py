@@ -28,7 +28,7 @@ _LINE = {
 
 
 class Observer:
-    """Is told of a run's start after some step, of every step, evaluation and checkpoint, its end.
+    """Is texts of a run's start after some step, of every step, evaluation and checkpoint, its end.
 
     The weights evaluated are those after the step; `best` is the step of the best accuracy so far,
     which has a checkpoint. Here nothing comes of it.
@@ -147,8 +147,8 @@ def observers_of(config: TrainingConfig, accelerator: Accelerator) -> list[Obser
     """Returns the observers of a run."""
     if not accelerator.is_main_process:
         return []
-    of_all = [kind(config) for kind in (Completions, Terminal, Page, Pruning)]
-    return of_all + [Trackers(config, accelerator)] * bool(config.trackers)
+    observers = [kind(config) for kind in (Completions, Terminal, Page, Pruning)]
+    return observers + [Trackers(config, accelerator)] * bool(config.trackers)
 
 
 def introduction(
@@ -179,10 +179,10 @@ def introduction(
 
 def line_of(row: Mapping[str, Any]) -> str:
     """A step's row in one line of text."""
-    told = [form.format(row[k]) for k, form in _LINE.items() if k in row]
+    texts = [form.format(row[k]) for k, form in _LINE.items() if k in row]
     parts = {k.partition("/")[2]: x for k, x in row.items() if k.startswith("seconds/")}
     split = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
-    return f"{row['step']:5d}  {'  '.join(told)}  {row['seconds']:.1f} s ({split})"
+    return f"{row['step']:5d}  {'  '.join(texts)}  {row['seconds']:.1f} s ({split})"
 
 
 def sample_rows(samples: Samples, group_size: int) -> list[dict[str, Any]]:

@@ -39,8 +39,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         mixed_precision=mixed_precision(config), log_with=config.trackers or None,
         project_dir=str(config.folder), kwargs_handlers=handlers,
     )  # fmt: skip
-    found = {str(tracker) for tracker in accelerator.log_with}
-    missing = [name for name in config.trackers if name not in found | {"all"}]
+    installed = {str(tracker) for tracker in accelerator.log_with}
+    missing = [name for name in config.trackers if name not in installed | {"all"}]
     if missing:
         raise ImportError(f"trackers: {missing[0]} is not installed: pip install {missing[0]}")
     world = accelerator.num_processes
@@ -112,13 +112,13 @@ def raise_on_all_ranks(
     error: Exception | None = None
     try:
         yield
-    except kind as found:
-        error = found
-    except Exception as found:
+    except kind as raised:
+        error = raised
+    except Exception as raised:
         if others is None:
             raise
-        error = kind(f"{others}{type(found).__name__}: {found}")
-        error.__cause__ = found
+        error = kind(f"{others}{type(raised).__name__}: {raised}")
+        error.__cause__ = raised
     message = reduce(accelerator, None if error is None else str(error), _first)
     if message is not None:
         raise kind(message) from error

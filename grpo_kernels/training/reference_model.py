@@ -64,11 +64,11 @@ class ReferenceModel:
     def sync(self, policy: Any) -> None:
         """Moves the copy to the policy, by `ref_mixup_alpha` of the way."""
         trained = dict(self.accelerator.unwrap_model(policy).named_parameters())
-        for name, mine in self.copy.named_parameters():
+        for name, weight in self.copy.named_parameters():
             theirs = trained[name]
-            if mine is theirs:  # frozen in both
+            if weight is theirs:  # frozen in both
                 continue
-            mine.lerp_(theirs.to(mine), self.alpha)
+            weight.lerp_(theirs.to(weight), self.alpha)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The copy's weights, for a checkpoint."""
@@ -77,8 +77,8 @@ class ReferenceModel:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes the weights of a checkpoint."""
-        for name, mine in self.copy.named_parameters():
-            mine.copy_(state[name])
+        for name, weight in self.copy.named_parameters():
+            weight.copy_(state[name])
 
     @contextmanager
     def active(self, policy: Any) -> Iterator[Any]:

@@ -83,15 +83,17 @@ def summary(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
 
 def write_environment(folder: Path) -> None:
     """Writes device and versions, and the package's commit in a git checkout, for the report."""
-    state, found = PartialState(), {"Python": platform.python_version()}
+    state, versions = PartialState(), {"Python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
     commit = {"grpo_kernels' commit": text} if (text := _commit()) else {}
     device = {"processes x device": f"{state.num_processes} x {_name_of(state.device)}"}
-    (folder / "environment.json").write_text(json.dumps(device | commit | found, indent=1) + "\n")
+    (folder / "environment.json").write_text(
+        json.dumps(device | commit | versions, indent=1) + "\n"
+    )
 
 
 def write(folder: Path) -> tuple[Path, str]:
@@ -206,14 +208,14 @@ def _pictures(
     known = dict.fromkeys(key for row in rows for key in row)
     for title in dict.fromkeys((*_CURVES, *charts)):
         patterns = (*_CURVES.get(title, ()), *charts.get(title, ()))
-        found: dict[str, Points] = {
+        curves: dict[str, Points] = {
             key.partition("/")[2] or key: points
             for key in known
             if any(fnmatchcase(key, pattern) for pattern in patterns)
             and (points := [(r["step"], r[key]) for r in rows if r.get(key) is not None])
         }
-        if found:
-            drawn[title] = found
+        if curves:
+            drawn[title] = curves
     pictures = "".join(_svg(*of) for of in drawn.items())
     return f'<h2>Curves</h2><div class="plots">{pictures}</div>' if pictures else ""
 

@@ -24,8 +24,9 @@ from ..integrations.generation import StopStrings, SupportRecorder
 from ..integrations.hf_head import evaluating
 from . import ranks
 from .config import TrainingConfig
-from .data import Problem, PromptEncoder
+from .data import Problem
 from .interruptions import StepError
+from .prompts import PromptEncoder
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ from ..base.memory import ran_out_of_memory
 from . import checkpoint, metrics, ranks
 from .answers import is_correct as answer_is_correct
 from .config import TrainingConfig
-from .data import Problem, PromptEncoder, short_enough
+from .data import Problem
 from .evaluate import evaluate
 from .interruptions import BadUpdates, OutOfMemory, Preempted, StepError
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
 from .metrics import Metrics
 from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .observers import introduction, print_above
+from .prompts import PromptEncoder, short_enough
 from .reference_model import ReferenceModel
 from .rewards import Reward, check_rewards, resolve_rewards
 from .rollout import Rollout, Sampler
@@ -205,8 +206,8 @@ class Trainer:
                 if scores.old_logps is None:  # of the policy that sampled
                     scores = replace(scores, old_logps=updates[0].logps)
         clock.add("sync", sampler.take_sync_seconds())
-        labels, of_updates = [x.label for x in self.rewards], [x.metrics for x in updates]
-        return metrics.of_step(samples, labels, of_updates, run, clock), samples
+        labels, update_metrics = [x.label for x in self.rewards], [x.metrics for x in updates]
+        return metrics.step_row(samples, labels, update_metrics, run, clock), samples
 
     def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
         """The optimizer step of this number on the samples: on these rows, of every process."""
@@ -247,7 +248,7 @@ class Trainer:
         with guard(may_stop=number == 0):
             last_loss = forward(plan[-1])
         completions = [sum(samples.token_counts[i] > 0 for i in part) for part in plan]
-        merged = self.metrics.of_update(parts, completions, accelerator)
+        merged = self.metrics.merge_micro_batches(parts, completions, accelerator)
         if number == 0:
             merged |= checked_gap(merged, self.sampler.why_gap, self.run)
         # Processes wait for each other in it: then nothing can be tried again.

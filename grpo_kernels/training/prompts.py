@@ -1,0 +1,92 @@
+"""Prompts: made of questions, and tokenized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .config import TrainingConfig
+
+INSTRUCTION = (
+    "Work the problem out between <think> and </think>, then give the answer, nothing else, "
+    "between <answer> and </answer>."
+)
+EXAMPLE = (
+    "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
+    "<think>4 * 6 = 24 eggs are in the box. 24 - 5 = 19 are left.</think>\n<answer>19</answer>"
+)
+
+
+def build_prompt(question: str, config: TrainingConfig) -> str | list[dict[str, str]]:
+    """The prompt of a question: text, with an example of ours, or the messages of a chat."""
+    text = f"{INSTRUCTION}\n\n{question}"
+    if config.prompt_template:
+        text = config.prompt_template.replace("{question}", question)
+    elif not config.chat:
+        text = f"{INSTRUCTION}\n\n{EXAMPLE}\n\nQuestion: {question}\n"
+    if not config.chat:
+        return f"{config.system_prompt}\n{text}" if config.system_prompt else text
+    # Ours is no system message: some templates have none.
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+    return [*system, {"role": "user", "content": text}]
+
+
+class PromptEncoder:
+    """Tokenizes the prompts of problems, each once."""
+
+    def __init__(self, tokenizer: Any, *, chat: bool) -> None:
+        self.tokenizer, self.chat = tokenizer, chat
+        self._known: dict[str, list[int]] = {}
+
+    def __call__(self, problem: Mapping[str, Any]) -> list[int]:
+        key = repr(problem["prompt"])
+        if key not in self._known:
+            self._known[key] = self._encode(problem["prompt"])
+        return self._known[key]
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str) and not self.chat:
+            return self._encode_text(prompt)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        begun = prompt[-1].get("role") == "assistant"
+        ids = self.tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=not begun, continue_final_message=begun
+        )
+        return list(ids if isinstance(ids, list) else ids["input_ids"])
+
+    def _encode_text(self, text: str) -> list[int]:
+        """The tokens of a text to go on from: one begin token, and no end token behind it."""
+        begin, end = self.tokenizer.bos_token, self.tokenizer.eos_token_id
+        # A text that a chat template rendered has its special tokens.
+        rendered = bool(begin) and text.startswith(begin)
+        bare = list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        ids = bare if rendered else list(self.tokenizer(text).input_ids)
+        if len(ids) > len(bare) and ids[-1] == end and ids[-len(bare) - 1 : -1] == bare:
+            ids.pop()
+        return ids
+
+
+def short_enough(
+    problems: Sequence[Mapping[str, Any]],
+    encode: PromptEncoder,
+    longest: int,
+    say: Callable[[str], None],
+) -> list[Mapping[str, Any]]:
+    """The problems whose prompts have 1 to `longest` tokens; says how many have more, or none.
+
+    Raises:
+        ValueError: no problem is left.
+    """
+    lengths = [len(encode(problem)) for problem in problems]
+    fitting = [p for p, length in zip(problems, lengths, strict=True) if 0 < length <= longest]
+    empty, left_out = lengths.count(0), f"of {len(problems)} problems are left out: their prompts"
+    if more := len(problems) - len(fitting) - empty:
+        say(f"{more} {left_out} have more than max_prompt_length = {longest} tokens")
+    if empty:
+        say(f"{empty} {left_out} have no token")
+    if problems and not fitting:
+        raise ValueError(
+            f"max_prompt_length: expected room for at least one prompt with a token; got {longest}"
+        )
+    return fitting
