@@ -234,6 +234,8 @@ def test_what_is_half_written_or_half_deleted_is_no_checkpoint(tiny_model, tmp_p
     for name in ("step-000009", ".step-000010.tmp"):
         (whole.parent / name).mkdir()
     assert checkpoint.latest(config.folder) == whole
+    whole.rename(whole.with_name(f".{whole.name}.before"))  # a kill while it was replaced
+    assert checkpoint.latest(config.folder) == whole and whole.exists()
     # Frozen weights are in none.
     saved = torch.load(whole / "trained.pt", weights_only=True)
     assert saved and all("layers.1." in name for name in saved)

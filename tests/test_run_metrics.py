@@ -132,6 +132,12 @@ def test_no_name_decides_how_a_metric_is_merged():
     assert sequences["gap_max"] == pytest.approx((1.5 + 6) / 2)
 
 
+def test_ratios_that_are_as_good_as_0_have_no_effective_sample_size():
+    part = {name: torch.tensor(x) for name, x in (("tokens", 4.0), ("ratio_mean", 0.0))}
+    parts = [part | {"ess": torch.tensor(ess)} for ess in (0.25, 0.25)]
+    assert math.isnan(Metrics(GRPOLossConfig()).merge_micro_batches(parts, [1, 1], Alone)["ess"])
+
+
 @pytest.mark.parametrize("merge", ("mean", "max", "min", "sum"))
 def test_nan_is_shown_where_a_loss_has_it_and_left_out_where_it_is_added(merge):
     metrics = Metrics(GRPOLossConfig())

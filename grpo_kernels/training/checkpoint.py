@@ -161,12 +161,20 @@ def _commit(scratch: Path, final: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    shutil.rmtree(final, ignore_errors=True)
+    # One of the same step is renamed until then; after a kill `latest` names it again.
+    before = final.with_name(f".{final.name}.before")
+    if final.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        final.rename(before)
     scratch.rename(final)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def latest(folder: Path) -> Path | None:
     """The folder of a run's last whole checkpoint."""
+    for before in (folder / "checkpoints").glob(".step-*.before"):
+        with suppress(OSError):  # the one that was to replace it is there
+            before.rename(before.with_name(before.name[1:].removesuffix(".before")))
     whole = _whole(folder)
     return whole[max(whole)] if whole else None
 
@@ -237,8 +245,9 @@ def check_same(state: Mapping[str, Any], processes: int, fingerprint: Mapping[st
 
 def prune(folder: Path, best: int) -> None:
     """Deletes all checkpoints but that of the best step and the last two, one for the other."""
-    for left in (folder / "checkpoints").glob(".step-*.gone"):  # by a kill
-        shutil.rmtree(left, ignore_errors=True)
+    for pattern in (".step-*.gone", ".step-*.before"):  # by a kill
+        for path in (folder / "checkpoints").glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
     whole = _whole(folder)
     for step in set(whole) - {best, *sorted(whole)[-2:]}:
         # Renamed first: a kill leaves no half of it under its name.

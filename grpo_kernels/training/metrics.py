@@ -154,7 +154,8 @@ class Metrics:
                     totals.setdefault(name, _Total()).add(value, times)
         row = {"tokens": 0.0} | self._results(ranks.reduce(accelerator, totals, _merged))
         if _SQUARES in row:
-            row["ess"] = row["ratio_mean"] ** 2 / row.pop(_SQUARES)
+            squares = row.pop(_SQUARES)
+            row["ess"] = row["ratio_mean"] ** 2 / squares if squares else math.nan
         return row
 
     def merge_updates(self, updates: Iterable[Mapping[str, float]]) -> dict[str, float]:

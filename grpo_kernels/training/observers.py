@@ -28,7 +28,7 @@ _LINE = {
 
 
 class Observer:
-    """Is texts of a run's start after some step, of every step, evaluation and checkpoint, its end.
+    """Hears of a run's start after some step, every step, evaluation and checkpoint, and its end.
 
     The weights evaluated are those after the step; `best` is the step of the best accuracy so far,
     which has a checkpoint. Here nothing comes of it.

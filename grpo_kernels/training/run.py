@@ -78,7 +78,7 @@ class Run:
             logs.append(self.config.folder / "metrics.jsonl", row)
             if self.metrics.charts() != self.charts:
                 self.charts = self.metrics.charts()
-                logs.write_charts(self.config.folder, self.charts)
+                self.look_on("charts", logs.write_charts, self.config.folder, self.charts)
         self.notify("step", row, samples)
 
     def notify(self, event: str, *news: Any) -> None:

@@ -171,8 +171,12 @@ class Trainer:
         run.trained, run.within_step = run.step, False
         run.evaluated = not (run.step == config.steps or _every(config.eval_every, run.step))
         run.write_step(row, samples)
-        if on_step is not None:
+        if on_step is not None and self.accelerator.num_processes == 1:
             run.look_on("on_step", on_step, row, samples)
+        elif on_step is not None:
+            # It may change weights, or wait for other processes: one alone cannot go on without it.
+            with ranks.raise_on_all_ranks(self.accelerator, StepError, others="on_step: "):
+                on_step(row, samples)
         return not run.evaluated and self._evaluate()
 
     def train_step(self, problems: Sequence[Problem]) -> tuple[dict[str, Any], Samples]:
