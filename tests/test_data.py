@@ -224,7 +224,7 @@ def test_problems_that_are_held_out_are_not_trained_on(tmp_path, caplog):
     assert [p["answer"] for p in held_out] == ["0", "1"]
     assert "4 of 10 problems to train on are left out" in caplog.text
     files = {"dataset": str(tmp_path / "train.jsonl"), "eval_dataset": str(tmp_path / "test.jsonl")}
-    train, held_out = load_problems(config_of(**files, eval_size=2))
+    train, held_out = load_problems(config_of(**files, eval_size=2, eval_every=1))
     assert sorted(p["answer"] for p in train) == list("456789") and len(held_out) == 2
     files["dataset"] = files["eval_dataset"]
     with pytest.raises(ValueError, match="expected at least one problem to train on; got none in"):

@@ -57,7 +57,9 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         else:
             held_out = _problems(splits[test], config, num_held_out > 0)
     if config.eval_dataset and config.eval_size:
-        held_out = load_to_answer(replace(config, dataset=config.eval_dataset, eval_size=0))[0]
+        held_out = load_to_answer(
+            replace(config, dataset=config.eval_dataset, eval_size=0, eval_every=0)
+        )[0]
     train = _without(train, held_out, name)
     if not train:
         raise ValueError(f"dataset: expected at least one problem to train on; got none in {name}")
