@@ -213,10 +213,14 @@ class Opens:
 
 def test_a_foreign_checkpoint_runs_no_code(tiny_model, tmp_path):
     """What it wants to open is not opened."""
-    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 1})
+    config = config_of(
+        tiny_model, tmp_path, **STEPS | {"steps": 1, "beta": 0.1, "sync_ref_every": 1}
+    )
     run(config)
     last, made = checkpoint.latest(config.folder), tmp_path / "made"
-    for name in ("trained.pt", "optimizer.bin", "random_states_0.pkl"):
+    names = {path.name for path in last.iterdir()} - {"state.json"}
+    assert names == {"trained.pt", "reference.pt", "optimizer.bin", "random_states_0.pkl"}
+    for name in names:
         own = (last / name).read_bytes()
         torch.save({"model": Opens(made)}, last / name)
         with contextlib.suppress(Exception):

@@ -32,22 +32,34 @@ MAY_CHANGE = {
     "trackers", "micro_batch_size", "vllm_gpu_memory_utilization",
     "vllm_enable_sleep_mode",
 }  # fmt: skip
-_STATE, _WEIGHTS = "state.json", "trained.pt"
+_STATE, _WEIGHTS, _REFERENCE = "state.json", "trained.pt", "reference.pt"
 # Numbers of each weight that its digest is of.
 _SAMPLED = 4096
 
 
-def trained_weights_only(accelerator: Accelerator) -> None:
-    """Keeps frozen weights out of checkpoints, as they come with the model."""
+def weights_that_move(accelerator: Accelerator, reference: Any = None) -> None:
+    """Has checkpoints keep the trained weights, and those of a reference that follows the policy.
+
+    Frozen weights come with the model. All are read by `weights_only`: accelerate would run the
+    code in an object that is registered with it.
+
+    Args:
+        accelerator: writes and reads the checkpoints.
+        reference: has `state_dict` and `load_state_dict`; None: it never changes.
+    """
 
     def keep(models: list[Any], weights: list[Any], folder: str) -> None:
         if accelerator.is_main_process:
             trained = {n: p.detach() for n, p in _named(accelerator, models[0]) if p.requires_grad}
             torch.save(trained, Path(folder) / _WEIGHTS)
+            if reference is not None:
+                torch.save(reference.state_dict(), Path(folder) / _REFERENCE)
         weights.clear()
 
     def load(models: list[Any], folder: str) -> None:
-        saved = torch.load(Path(folder) / _WEIGHTS, map_location="cpu", weights_only=True)
+        saved = _tensors(Path(folder) / _WEIGHTS)
+        if reference is not None:
+            reference.load_state_dict(_tensors(Path(folder) / _REFERENCE))
         with torch.no_grad():
             for name, parameter in _named(accelerator, models[0]):
                 if parameter.requires_grad:
@@ -56,6 +68,11 @@ def trained_weights_only(accelerator: Accelerator) -> None:
 
     accelerator.register_save_state_pre_hook(keep)
     accelerator.register_load_state_pre_hook(load)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return tensors
 
 
 def _named(accelerator: Accelerator, model: Any) -> Any:

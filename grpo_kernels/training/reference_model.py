@@ -43,8 +43,7 @@ class ReferenceModel:
             frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
             copied = copy.deepcopy(model, frozen)
             self.copy = self._placed(copied, config)
-        if config.sync_ref_every:
-            accelerator.register_for_checkpointing(self)
+        self._shared = {id(p) for p in model.parameters() if not p.requires_grad}
 
     def weights(self, model: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
         """Weights that no checkpoint has, for `checkpoint.fingerprint`.
@@ -64,20 +63,21 @@ class ReferenceModel:
     def sync(self, policy: Any) -> None:
         """Moves the copy to the policy, by `ref_mixup_alpha` of the way."""
         trained = dict(self.accelerator.unwrap_model(policy).named_parameters())
-        for name, weight in self.copy.named_parameters():
-            theirs = trained[name]
-            if weight is theirs:  # frozen in both
-                continue
-            weight.lerp_(theirs.to(weight), self.alpha)
+        for name, weight in self._moving():
+            weight.lerp_(trained[name].to(weight), self.alpha)
+
+    def _moving(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The copy's parameters but for those that it shares with the policy."""
+        return ((n, p) for n, p in self.copy.named_parameters() if id(p) not in self._shared)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The copy's weights, for a checkpoint."""
-        return {name: p.cpu() for name, p in self.copy.named_parameters()}
+        """The copy's weights that `sync` moves, for a checkpoint."""
+        return {name: p.cpu() for name, p in self._moving()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes the weights of a checkpoint."""
-        for name, weight in self.copy.named_parameters():
+        for name, weight in self._moving():
             weight.copy_(state[name])
 
     @contextmanager

@@ -107,7 +107,7 @@ class Trainer:
             model, encode, config, accelerator,
         )  # fmt: skip
         self.scorer = Scorer(self.policy, self.reference, self.run, tokenizer.pad_token_id)
-        checkpoint.trained_weights_only(accelerator)
+        checkpoint.weights_that_move(accelerator, self.reference if config.sync_ref_every else None)
 
     @property
     def metrics(self) -> Metrics:
