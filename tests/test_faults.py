@@ -28,6 +28,7 @@ from grpo_kernels.training.rollout import RolloutError
 from tests.helpers.tiny_models import make_model
 from tests.helpers.trainer_runs import (
     STEPS,
+    FakeRollout,
     assert_same_weights,
     config_of,
     noise,
@@ -58,12 +59,15 @@ def test_rewards_that_are_none(function, error):
         reward_table([RewardFunction("it", "it", function)], [{"prompt": "p"}] * 3, ["a", "b", "c"])
 
 
-@pytest.mark.parametrize("who", ("reward function noise", "is_correct", "rollout"))
-def test_who_fails_is_told_and_leaves_a_checkpoint(who, tiny_model, tmp_path):
+@pytest.mark.parametrize("error", (ConnectionError, ImportError))
+@pytest.mark.parametrize(
+    "who", ("reward function noise", "is_correct", "rollout", "rollout's weights")
+)
+def test_who_fails_is_told_and_leaves_a_checkpoint(who, error, tiny_model, tmp_path):
     def failing(name, work):
         def done(*args, **options):
             if name == who and trainer.run.step == 2:
-                raise ConnectionError("it is gone")
+                raise error("it is gone")
             return work(*args, **options)
 
         return done
@@ -72,8 +76,24 @@ def test_who_fails_is_told_and_leaves_a_checkpoint(who, tiny_model, tmp_path):
     judge = failing("is_correct", lambda text, answer: True)
     rewards = {"noise": failing("reward function noise", noise)}
     trainer = same_trainer_of(config, rewards=rewards, is_correct=judge)
-    trainer.rollout = failing("rollout", trainer.rollout)
-    with pytest.raises(StepError, match=f"{who}: ConnectionError: it is gone"):
+    trainer.rollout = rollout = failing("rollout", trainer.rollout)
+    rollout.update_weights = failing("rollout's weights", lambda: None)
+    who = who.partition("'")[0]
+    with pytest.raises(StepError, match=f"{who}: {error.__name__}: it is gone"):
+        trainer.train()
+    assert checkpoint.latest(config.folder).name == "step-000001"
+
+
+def test_log_probs_that_are_missing_leave_a_checkpoint(tiny_model, tmp_path):
+    class Some(FakeRollout):
+        def __call__(self, *args):
+            self.logps = -5.0 if trainer.run.step < 2 else None
+            return super().__call__(*args)
+
+    options = {"save_every": 0, "is_correction": "token_truncate", "is_clip_max": 2.0}
+    config = config_of(tiny_model, tmp_path, **STEPS | options)
+    trainer = trainer_of(config, rollout=lambda _: Some((6, 3), logps=-5.0))
+    with pytest.raises(StepError, match="is_correction: expected 'none' with a rollout that"):
         trainer.train()
     assert checkpoint.latest(config.folder).name == "step-000001"
 

@@ -239,8 +239,6 @@ def _explained(what: str, prompt: Any = None) -> Iterator[None]:
     """
     try:
         yield
-    except ImportError:
-        raise
     except Exception as error:
         rule = ""
         if prompt is not None and isinstance(error, _SHAPE_ERRORS):

@@ -187,7 +187,8 @@ class Sampler:
         """Has the rollout take the weights if they have changed; every process calls it."""
         if self._stale and hasattr(self.rollout, "update_weights"):
             start = time.perf_counter()
-            self.rollout.update_weights()
+            with ranks.raise_on_all_ranks(self.accelerator, RolloutError, others="rollout: "):
+                self.rollout.update_weights()
             self._sync_seconds += time.perf_counter() - start
         self._stale = False
 

@@ -22,7 +22,7 @@ from .loading import check_has_logps
 from .micro_batches import Size
 from .policy import Batch
 from .rewards import RewardError, RewardFunction, judge, judge_answers, weighted_sum
-from .rollout import Completion, Sampler, pad
+from .rollout import Completion, RolloutError, Sampler, pad
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,9 @@ def judge_completions(
     device, drop_truncated = accelerator.device, config.mask_truncated_completions
     mask = to_device(completion_mask(completions, drop_truncated), device)
     logps, weights = [c.logps for c in completions], [c.ce_weights for c in completions]
-    check_has_logps(config, None not in logps)
+    if config.is_correction != "none":
+        with ranks.raise_on_all_ranks(accelerator, RolloutError, others="rollout: "):
+            check_has_logps(config, None not in logps)
     # Equal in all processes, so that they have the same metrics.
     has_support = any(c.support is not None for c in completions)
     return Samples(

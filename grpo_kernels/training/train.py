@@ -122,13 +122,15 @@ class Trainer:
     @rollout.setter
     def rollout(self, rollout: Rollout) -> None:
         self.sampler.rollout = rollout
+        self.sampler.weights_changed()
 
     def train(self, on_step: OnStep | None = None) -> Path:
         """Runs the steps that are left and returns the run's folder.
 
         Args:
             on_step: called in every process with each step's row of metrics and its `Samples`,
-                before the step's evaluation and checkpoint. Of its errors the first is printed.
+                before the step's evaluation and checkpoint. In one process its first error is
+                printed; in several an error ends the run.
         """
         run, config = self.run, self.config
         with run.locked(), run.interruptions:
