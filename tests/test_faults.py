@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import resource
 import signal
 import sys
 from dataclasses import replace
@@ -427,6 +428,26 @@ def test_a_full_disk_leaves_the_last_checkpoint(tiny_model, tmp_path, monkeypatc
     assert len(calls) == 3 and "no checkpoint of step 2 (OSError" in capsys.readouterr().out
     names = sorted(p.name for p in (folder / "checkpoints").iterdir())
     assert names == ["step-000001", "step-000003"] and len(rows_of(folder)) == 3
+
+
+def test_half_a_row_is_taken_back(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    logs.append(path, {"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        with pytest.raises(OSError, match=r"rows\.jsonl"):
+            logs.append(path, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    logs.append(path, {"step": 3})
+    assert [row["step"] for row in logs.read(path)] == [1, 3]
+
+
+def test_training_again_keeps_the_rows(tiny_model, tmp_path):
+    trainer = trainer_of(config_of(tiny_model, tmp_path, **STEPS))
+    rows = rows_of(trainer.train())
+    assert rows_of(trainer.train()) == rows and len(rows) > 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, of Linux")

@@ -86,6 +86,14 @@ def test_what_cannot_be_merged_is_refused(metric, message):
         Metrics(GRPOLossConfig()).register(metric)
 
 
+@pytest.mark.parametrize("name", ("reward", "step", "warnings", "reward/x", "sampler_gap_max"))
+def test_names_of_the_library_are_refused(name):
+    metrics = Metrics(GRPOLossConfig())
+    for use in (lambda: metrics.add(name, [1.0]), lambda: metrics.register(Metric(name))):
+        with pytest.raises(ValueError, match=f"a name that the library does not use; got '{name}"):
+            use()
+
+
 OBJECTIVES = {
     "grpo": {}, "gspo": {"loss_type": "gspo"},
     "weights of sequences": {"is_correction": "sequence_truncate"},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,22 @@ NAMES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "answers.jsonl")
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Writes a row at the end of a file.
+    """Writes a row at the end of a file, or nothing.
 
     Raises:
-        OSError: the disk is full, say; half a row is left out when the run goes on.
+        OSError: the disk is full, say.
     """
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps(_json_safe(row), default=_plain) + "\n")
-    except OSError as error:
-        error.filename = str(path)  # which that of a write does not have
-        raise
+    line = (json.dumps(_json_safe(row), default=_plain) + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError as error:
+            with suppress(OSError):  # no file has a length: a device
+                file.truncate(size)  # half a row would swallow the next one
+            error.filename = str(path)  # which that of a write does not have
+            raise
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -97,10 +97,7 @@ class Metrics:
             ValueError: a name of the library's, or a `per` or `merge` that does not exist.
         """
         for metric in metrics:
-            if metric.name in TAKEN or metric.name.startswith(TAKEN_PREFIXES):
-                raise ValueError(
-                    f"metrics: expected a name that the library does not use; got {metric.name!r}"
-                )
+            _check_name(metric.name)
             for option, value, known in (("per", metric.per, PER), ("merge", metric.merge, MERGE)):
                 if value not in known:
                     raise ValueError(
@@ -110,9 +107,18 @@ class Metrics:
             self._metrics[metric.name] = metric
 
     def add(self, name: str, values: Iterable[float] | Tensor) -> None:
-        """Adds values of this process's tokens or completions to the step; NaN is left out."""
+        """Adds values of this process's tokens or completions to the step; NaN is left out.
+
+        Raises:
+            ValueError: a name of the library's.
+        """
+        _check_name(name)
+        self._add(name, values)
+
+    def _add(self, name: str, values: Iterable[float] | Tensor) -> None:
         total = self._totals.setdefault(name, _Total())
-        for value in values.tolist() if isinstance(values, Tensor) else map(float, values):
+        numbers = values.flatten().tolist() if isinstance(values, Tensor) else values
+        for value in map(float, numbers):
             if not math.isnan(value):
                 total.add(value, 1.0)
 
@@ -182,6 +188,11 @@ class Metrics:
         }
 
 
+def _check_name(name: str) -> None:
+    if name in TAKEN or name.startswith(TAKEN_PREFIXES):
+        raise ValueError(f"metrics: expected a name that the library does not use; got {name!r}")
+
+
 def _merged(everywhere: Iterable[Mapping[str, _Total]]) -> dict[str, _Total]:
     """Merges the totals of all processes."""
     merged: dict[str, _Total] = {}
@@ -192,7 +203,7 @@ def _merged(everywhere: Iterable[Mapping[str, _Total]]) -> dict[str, _Total]:
 
 
 # The mean square of a micro-batch's ratios.
-_SQUARES = "ratio_squares"
+_SQUARES = "sampling/ratio_squares"
 # Values of a micro-batch that a row does not have, or has of the whole rollout.
 _HIDDEN = {"ce_loss", "ce_tokens", "support/mean", "support/p99", "support/singletons"}
 
@@ -277,22 +288,22 @@ def add_samples(
     groups = samples.rewards_total.view(-1, config.num_generations)
     squares = ((groups - groups.nanmean(1, keepdim=True)) ** 2).nansum(1)
     std = (squares / (groups.isfinite().sum(1) - 1).clamp(min=0)).sqrt()  # NaN of fewer than 2
-    metrics.add("reward", samples.rewards_total)
-    metrics.add("reward_std", std)
+    metrics._add("reward", samples.rewards_total)
+    metrics._add("reward_std", std)
     for label, column in zip(labels, samples.rewards.T, strict=True):
-        metrics.add(f"reward/{label}", column)
+        metrics._add(f"reward/{label}", column)
     largest, smallest = groups.nan_to_num(-math.inf).amax(1), groups.nan_to_num(math.inf).amin(1)
-    metrics.add("groups_equal", largest <= smallest)
-    metrics.add("completion_length", [sum(c.sampled_flags) for c in samples.completions])
-    metrics.add("truncated", [not c.ended for c in samples.completions])
+    metrics._add("groups_equal", largest <= smallest)
+    metrics._add("completion_length", [sum(c.sampled_flags) for c in samples.completions])
+    metrics._add("truncated", [not c.ended for c in samples.completions])
     if samples.correct:
-        metrics.add("accuracy", samples.correct)
+        metrics._add("accuracy", samples.correct)
         for index, correct in zip(samples.prompt_of, samples.correct, strict=True):
             level = _level_of(samples.problems[index])
             if math.isfinite(level):
-                metrics.add(f"accuracy/level_{level:g}", [correct])
+                metrics._add(f"accuracy/level_{level:g}", [correct])
     if samples.timed_out:
-        metrics.add("answers_timed_out", [samples.timed_out])
+        metrics._add("answers_timed_out", [samples.timed_out])
 
 
 def _level_of(problem: Problem) -> float:

@@ -158,7 +158,8 @@ class Run:
             self._restore(state)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            logs.open_folder(config.folder, config.as_json(), state.get("step", -1))
+            known = self.step if path is not None or self.step else -1  # a run may go on in place
+            logs.open_folder(config.folder, config.as_json(), known)
             for row in logs.read(config.folder / "metrics.jsonl"):  # of a run that goes on
                 self.watch.after_step(row)
         return path
