@@ -51,9 +51,9 @@ def chain_sum(config):
 
 
 def test_no_dataset_is_asked_for():
-    for load in (load_problems, data.load_to_answer):
+    for load, name in ((load_problems, ()), (data.load_to_answer, ("",))):
         with pytest.raises(ValueError, match="dataset: expected a name on the hub, a file, or"):
-            load(config_of())
+            load(config_of(), *name)
 
 
 @pytest.mark.parametrize("name", ("examples.problems:nothing", "no.such:thing", "json:__doc__"))
@@ -106,9 +106,9 @@ def test_files(write, tmp_path):
     assert train[3]["prompt"].endswith(f"Question: {train[3]['level']}?\n")
     fewer = load_problems(config_of(dataset=name, eval_size=2))
     assert [len(part) for part in fewer] == [38, 2]
-    whole, which = data.load_to_answer(config_of(dataset=name, eval_size=100))
+    whole, which = data.load_to_answer(config_of(), name, 100)
     assert [int(p["answer"]) for p in whole] == [*range(40)] and which.startswith("All 40 problems")
-    part, which = data.load_to_answer(config_of(dataset=name, eval_size=30))
+    part, which = data.load_to_answer(config_of(), name, 30)
     assert part == whole[:30] and which.startswith("The first 30 problems of ")
 
 
@@ -157,7 +157,7 @@ def test_answers_where_nothing_needs_one(tmp_path):
     train = load_problems(config_of(dataset=name, **OWN, eval_size=0))[0]
     assert sorted(train, key=str) == [{"prompt": "a"}, {"prompt": "b"}]
     with pytest.raises(ValueError, match=r"an answer, for an eval_size > 0; got .* in line 1 of"):
-        data.load_to_answer(config_of(dataset=name, **OWN))
+        data.load_to_answer(config_of(**OWN), name)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_splits_go_by_their_names(splits, train, held_out, answered, tmp_path):
             assert [int(p["answer"]) for p in part] == [int(number) for _, number in asked]
             numbers = f"{asked[0][0]} {asked[0][1]} to {asked[-1][1]}"
             assert expected in (numbers, f"{len(asked)} of {asked[0][0]}")
-    some, which = data.load_to_answer(config)
+    some, which = data.load_to_answer(config, config.dataset, 25)
     assert f" split {answered} " in which and len(some) == (25 if splits == "train" else 20)
     assert {question_of(p).split()[0] for p in some} == {answered}
 
@@ -229,6 +229,16 @@ def test_problems_that_are_held_out_are_not_trained_on(tmp_path, caplog):
     files["dataset"] = files["eval_dataset"]
     with pytest.raises(ValueError, match="expected at least one problem to train on; got none in"):
         load_problems(config_of(**files))
+
+
+def test_a_test_split_without_answers_is_in_the_way_of_no_run_that_does_not_ask_it(tmp_path):
+    rows = [{"question": f"{i}?", "answer": str(i)} for i in range(10)]
+    in_lines(tmp_path / "train.jsonl", *rows)
+    in_lines(tmp_path / "test.jsonl", {"question": "3?"}, {"question": "new?", "answer": 0.5}, {})
+    train, held_out = load_problems(config_of(dataset=str(tmp_path), eval_size=0))
+    assert [p["answer"] for p in train] == list("012456789") and not held_out
+    with pytest.raises(ValueError, match=r"an answer, .*; got .* in row 1 of split test"):
+        load_problems(config_of(dataset=str(tmp_path), eval_size=1))
 
 
 def test_held_out_problems_of_a_file_of_their_own(tmp_path):

@@ -7,7 +7,6 @@ import logging
 import math
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import islice
 from numbers import Integral
 from pathlib import Path
@@ -34,11 +33,11 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
             that is needed.
         ConnectionError: the hub was not reached; the message says what works without it.
     """
-    name = config.dataset
+    name, unanswered = config.dataset, list[Problem]()
     # With an `eval_dataset` no problem of this dataset is held out.
     num_held_out = 0 if config.eval_dataset else config.eval_size
     if _is_function(name):
-        train, held_out = _from_function(config)
+        train, held_out = _from_function(name, config)
     else:
         splits = _splits(name)
         split = "" if "" in splits else "train"
@@ -55,12 +54,14 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         if test is None:
             train, held_out = _split(train, num_held_out)
         else:
-            held_out = _problems(splits[test], config, num_held_out > 0)
+            rows = iter(splits[test])
+            held_out = _problems(islice(rows, num_held_out), config, True)
+            # No evaluation asks for the others, which need no answer.
+            questions = ({key: row.get(key) for key in ("prompt", "question")} for _, row in rows)
+            unanswered = [problem_of(question, config) for question in questions]
     if config.eval_dataset and config.eval_size:
-        held_out = load_to_answer(
-            replace(config, dataset=config.eval_dataset, eval_size=0, eval_every=0)
-        )[0]
-    train = _without(train, held_out, name)
+        held_out = load_to_answer(config, config.eval_dataset)[0]
+    train = _without(train, [*held_out, *unanswered], name)
     if not train:
         raise ValueError(f"dataset: expected at least one problem to train on; got none in {name}")
     return train[: config.train_size or None], held_out[: config.eval_size]
@@ -68,7 +69,7 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
 
 def _without(train: list[Problem], held_out: list[Problem], name: str) -> list[Problem]:
     """The problems to train on whose prompt is not held out, too."""
-    prompts = {repr(problem["prompt"]) for problem in held_out}
+    prompts = {repr(problem.get("prompt")) for problem in held_out}
     unseen = [problem for problem in train if repr(problem["prompt"]) not in prompts]
     if len(unseen) < len(train):
         _log.warning(
@@ -78,18 +79,19 @@ def _without(train: list[Problem], held_out: list[Problem], name: str) -> list[P
     return unseen
 
 
-def load_to_answer(config: TrainingConfig) -> tuple[list[Problem], str]:
-    """The problems that an evaluation answers, and a sentence that says which they are.
+def load_to_answer(
+    config: TrainingConfig, name: str, most: int | None = None
+) -> tuple[list[Problem], str]:
+    """The problems of a dataset that an evaluation answers, and a sentence that says which.
 
-    They are the first `eval_size` (0: all) of the split `test`, else of `validation`, else of
+    They are the first `most` (None: all) of the split `test`, else of `validation`, else of
     `train`, else of the file.
 
     Raises:
         ValueError, ConnectionError: as `load`.
     """
-    name, most = config.dataset, config.eval_size or None
     if _is_function(name):
-        problems, source = _from_function(config)[1], f"held out by {name}"
+        problems, source = _from_function(name, config)[1], f"held out by {name}"
     else:
         splits = _splits(name)
         split = next((x for x in (*_HELD_OUT, "train", "") if x in splits), None)
@@ -163,8 +165,7 @@ def _is_function(name: str) -> bool:
     return ":" in name and "/" not in name.partition(":")[0]
 
 
-def _from_function(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
-    name = config.dataset
+def _from_function(name: str, config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
     train, held_out = imported("dataset", name)(config)
     for i, problem in enumerate(train):
         _check(problem, f"problem {i} to train on of {name}", config, False)

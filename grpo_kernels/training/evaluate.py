@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_rollout(config, accelerator)
     rewards = resolve_rewards(config.rewards)
     dataset = config.eval_dataset or config.dataset
-    problems, which = load_to_answer(replace(config, dataset=dataset))
+    problems, which = load_to_answer(config, dataset, config.eval_size or None)
     check_rewards(rewards, problems, dataset)
     model, tokenizer = load_model(config)
     set_pad_token(tokenizer, model)
