@@ -60,6 +60,9 @@ def test_the_prediction_follows_the_options():
     assert recomputed == pytest.approx(unshared / layers + layers * 2 * N * H, rel=0.01)
     assert predicted(share_prompts=False).activations > base.activations
     assert predicted(micro_batch_size=4).activations < base.activations
+    # No micro-batch is larger than an update, which has 32 completions, or with two 16.
+    assert predicted(micro_batch_size=64) == predicted(micro_batch_size=32)
+    assert predicted(micro_batch_size=64, minibatches=2) == predicted(minibatches=2)
 
 
 def test_the_flops_of_a_step_are_those_of_its_gemms():

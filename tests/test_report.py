@@ -52,6 +52,15 @@ def test_a_page_has_what_was_changed_and_where_it_ran(tmp_path):
     assert heads in page and cells in page
 
 
+def test_curves_of_one_short_name_are_told_apart(monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(report, "_svg", lambda title, lines: drawn.update({title: [*lines]}) or "")
+    row = {"step": 1, "reward": 3.0, "reward/reward": 1.0, "a/x": 1.0, "b/x": 2.0, "n[0]": 0.5}
+    report._pictures([row], [], {"own": ["a/x", "b/x", "n[0]"]})
+    assert drawn == {"reward, mean of 5 steps": ["reward", "reward/reward"],
+                     "own": ["x", "b/x", "n[0]"]}  # fmt: skip
+
+
 def test_a_page_is_made_of_folders_without_an_environment(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model": "m", "name": "n", "dataset": "d"}))
     assert "Device" not in report.write(tmp_path)[0].read_text()

@@ -295,12 +295,13 @@ class TrainingConfig(GRPOLossConfig):
         """Refuses values out of their range."""
         require, n = self.require, vars(self)
         require("model", self.model, "a hub name or a folder")
-        folder = self.name and Path(self.name).name == self.name
+        folder = self.name not in ("", "..") and Path(self.name).name == self.name
         require("name", folder, "the name of a folder inside output")
         require("rewards", self.rewards, "at least one reward function")
         weights, rewards = self.reward_weights, self.rewards
         as_many = not weights or len(weights) == len(rewards)
-        require("reward_weights", as_many, f"one for each of {rewards}")
+        finite = as_many and all(map(math.isfinite, weights))
+        require("reward_weights", finite, f"a finite number for each of {rewards}")
         require("trainable", _is_pattern(self.trainable), "a regular expression")
         template = self.prompt_template or "{question}"
         require("prompt_template", "{question}" in template, "a text with {question} in it")
@@ -314,6 +315,7 @@ class TrainingConfig(GRPOLossConfig):
                      "sync_ref_every", "top_k", "warmup_steps", "weight_decay"):  # fmt: skip
             require(name, 0 <= n[name] < math.inf, "at least 0")
         require("save_every", self.save_every >= -1, "at least -1")
+        require("seed", 0 <= self.seed < 2**32, "a number from 0 to 2^32 - 1")
         for name in ("learning_rate", "max_grad_norm", "lora_alpha", "temperature"):
             require(name, 0 < n[name] < math.inf, "a number > 0")
         for name in ("ref_mixup_alpha", "top_p", "vllm_gpu_memory_utilization"):

@@ -112,11 +112,13 @@ def predict(
     gradients = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
     has_reference = bool(config.beta) and (config.ref_model or not config.lora_rank)
     policy = Policy(model, share_prompts=config.share_prompts)
-    activations, forward, backward = _counted(policy, config, gpu)
+    sampled = -(-config.prompts_per_step // processes) * config.num_generations
+    rows = min(config.micro_batch_size, sampled // config.minibatches)
+    activations, forward, backward = _counted(policy, config, rows, gpu)
     text = model_config.get_text_config()
     head = head_of(model)
     V, H = head.weight.shape
-    rows, T = config.micro_batch_size, config.max_completion_length
+    T = config.max_completion_length
     N = rows * T
     width = 2 if config.dtype == "bf16" or _autocasts(config, gpu) else 4
     layers = text.num_hidden_layers
@@ -131,11 +133,13 @@ def predict(
     # Logits, and on a GPU their gradient in half precision.
     most = (6 if gpu and width == 2 else 4) * N * V
     chunk = min(most, default_chunk_bytes(V, "cuda" if gpu else "cpu", gpu_bytes))
-    sampled = -(-config.prompts_per_step // processes) * config.num_generations
     accumulates = sampled // config.minibatches > rows
     generates = config.rollout == "generate"  # or vLLM does, in its share of the card
-    cache = kv_cache_bytes(text, sampled * (config.max_prompt_length + T), width)
-    parts = -(-sampled // rows)  # micro-batches of a pass
+    longest = config.max_prompt_length + config.longest_completion
+    cache = kv_cache_bytes(text, sampled * longest, width)
+    parts = config.minibatches * -(
+        -sampled // config.minibatches // rows
+    )  # micro-batches of a pass
     logits = 2 * sampled * T * V * H
     gemms = (3 if config.one_pass else 4) if head.weight.requires_grad else 2
     if config.gradient_checkpointing:
@@ -176,14 +180,14 @@ def _model(config: TrainingConfig, model_config: Any) -> nn.Module:
     return set_trainable(model, config)
 
 
-def _counted(policy: Policy, config: TrainingConfig, gpu: bool) -> tuple[int, int, int]:
+def _counted(policy: Policy, config: TrainingConfig, rows: int, gpu: bool) -> tuple[int, int, int]:
     """Returns bytes kept for the backward of the body, and FLOPs of its forward and backward.
 
-    The micro-batch is of tensors without memory, computed by a CPU's kernels; a GPU's keep the same
-    for attention (queries, keys, values, output, log-sum-exp). Each storage counts once. Nothing is
-    recomputed in the backward.
+    The micro-batch of `rows` completions is of tensors without memory, computed by a CPU's kernels.
+    Those of a GPU keep the same for attention (queries, keys, values, output, log-sum-exp). Each
+    storage counts once. Nothing is recomputed in the backward.
     """
-    rows, P, T = config.micro_batch_size, config.max_prompt_length, config.max_completion_length
+    P, T = config.max_prompt_length, config.max_completion_length
     prompts = -(-rows // config.num_generations)
     storages: set[torch.UntypedStorage] = set()
     forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)

@@ -12,10 +12,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..base.sequences import masked_quantile
-from ..integrations.private import forget_forward
 from .config import DTYPES, TrainingConfig
 
 _T = TypeVar("_T")
@@ -72,20 +70,6 @@ def check_launch() -> None:
                 "train with TRL and grpo_kernels.integrations.trl.FusedGRPOTrainer, as "
                 "examples/trl_gsm8k.py does"
             )
-
-
-def drop_gradients(policy: Any, optimizer: Any) -> None:
-    """Forgets what was added up, after forwards and backwards that may not have ended."""
-    optimizer.zero_grad()
-    if isinstance(policy, DistributedDataParallel):
-        forget_forward(policy)
-
-
-def gather(accelerator: Accelerator, rows: Tensor) -> Tensor:
-    """The rows of all processes, in the order of their ranks, on the CPU."""
-    if accelerator.num_processes == 1:
-        return rows.cpu()
-    return accelerator.gather(rows.to(accelerator.device)).cpu()
 
 
 def reduce(accelerator: Accelerator, value: _T, function: Callable[[list[_T]], Any]) -> Any:

@@ -207,13 +207,14 @@ def _pictures(
         drawn["held-out accuracy, 95 % interval"] = {"held out": held_out}
     known = dict.fromkeys(key for row in rows for key in row)
     for title in dict.fromkeys((*_CURVES, *charts)):
-        patterns = (*_CURVES.get(title, ()), *charts.get(title, ()))
-        curves: dict[str, Points] = {
-            key.partition("/")[2] or key: points
-            for key in known
-            if any(fnmatchcase(key, pattern) for pattern in patterns)
-            and (points := [(r["step"], r[key]) for r in rows if r.get(key) is not None])
-        }
+        curves: dict[str, Points] = {}
+        for key in known:
+            is_drawn = any(fnmatchcase(key, pattern) for pattern in _CURVES.get(title, ()))
+            if not is_drawn and key not in charts.get(title, ()):
+                continue
+            if points := [(r["step"], r[key]) for r in rows if r.get(key) is not None]:
+                short = key.partition("/")[2]
+                curves[key if short in ("", *curves) else short] = points
         if curves:
             drawn[title] = curves
     pictures = "".join(_svg(*of) for of in drawn.items())

@@ -185,7 +185,7 @@ def group_relative_advantages(
     Raises:
         RewardError: no function scored any completion; on every rank.
     """
-    every = ranks.gather(accelerator, rewards)
+    every = ranks.reduce(accelerator, rewards, torch.cat)
     if every.isnan().all():
         raise RewardError(
             "rewards: no completion of this step was scored, as every reward function returned "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +76,7 @@ class Scorer:
                     samples, self.trainable_rows(samples, rows, first_update=i == 0)
                 )
             ]  # fmt: skip
-        with self._in_forwards():
+        with self.run.interruptions.shared():
             if config.minibatches > 1:
                 scores = replace(scores, old_logps=self._logps(self.policy, samples, parts)[0])
             if quantile_of_rollout:
@@ -103,7 +102,7 @@ class Scorer:
         if samples.sampling_logps is None or ranks.gemm_dtype(self.config) == "float32":
             return
         part, *_ = self.plan(samples, range(len(samples.texts)))
-        with self._in_forwards():
+        with self.run.interruptions.shared():
             by_policy = [
                 self._logps(self.policy, samples, [part], logits_dtype=x)[0] for x in LOGITS_DTYPES
             ]
@@ -112,10 +111,6 @@ class Scorer:
         check = check_sampler(sampled, fp32, model, mask) if mask.any() else None
         if check is not None and check.closer not in (None, self.config.logits_dtype):
             self.run.warn(str(check))
-
-    def _in_forwards(self) -> AbstractContextManager[None]:
-        """Starts a block of forwards in which one process may run out of memory."""
-        return self.run.interruptions.shared()
 
     def _logps(
         self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False,

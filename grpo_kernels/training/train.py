@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..base.memory import ran_out_of_memory
+from ..integrations.private import forget_forward
 from . import checkpoint, metrics, ranks
 from .answers import is_correct as answer_is_correct
 from .config import TrainingConfig
@@ -307,8 +309,10 @@ class Trainer:
             self.run.halve_micro_batches()
 
     def _drop_gradients(self) -> None:
-        """Forgets what was added up."""
-        ranks.drop_gradients(self.policy, self.optimizer)
+        """Forgets what was added up, after forwards and backwards that may not have ended."""
+        self.optimizer.zero_grad()
+        if isinstance(self.policy, DistributedDataParallel):
+            forget_forward(self.policy)
 
     def _evaluate(self) -> bool:
         """Answers the held-out problems; returns True for the best accuracy of the training."""
