@@ -79,8 +79,8 @@ def test_who_fails_is_told_and_leaves_a_checkpoint(who, error, tiny_model, tmp_p
     trainer = same_trainer_of(config, rewards=rewards, is_correct=judge)
     trainer.rollout = rollout = failing("rollout", trainer.rollout)
     rollout.update_weights = failing("rollout's weights", lambda: None)
-    who = who.partition("'")[0]
-    with pytest.raises(StepError, match=f"{who}: {error.__name__}: it is gone"):
+    named = who.partition("'")[0]
+    with pytest.raises(StepError, match=f"{named}: {error.__name__}: it is gone"):
         trainer.train()
     assert checkpoint.latest(config.folder).name == "step-000001"
 

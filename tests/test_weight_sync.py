@@ -107,6 +107,14 @@ def test_weights_are_sent_after_a_checkpoint_was_loaded(tiny_model, tmp_path):
     assert rollout.events == ["sync", "sync", "sample"]
 
 
+def test_a_rollout_that_takes_the_place_of_another_gets_the_weights(tiny_model, tmp_path):
+    trainer, first = of_copy(config_of(tiny_model, tmp_path))
+    trainer.sampler.update_weights()
+    trainer.rollout = second = CopyRollout(trainer.policy)
+    trainer.sampler.update_weights()
+    assert first.events == second.events == ["sync"]
+
+
 # The gap
 
 
