@@ -152,7 +152,7 @@ def test_the_loss_goes_with_the_config():
     ),
 )
 def test_one_pass(options, one_pass):
-    """Of the loss types themselves `test_objective.py` asks autograd."""
+    """Answers of combinations; `test_objective.py` asks autograd about the loss types."""
     cfg = GRPOLossConfig(**options)
     assert cfg.one_pass is one_pass
     assert (cfg.why_two_passes() is None) is one_pass

@@ -92,7 +92,7 @@ def test_made_problems_are_held_out(name, sizes):
 
 @pytest.mark.parametrize("write", (in_lines, in_parquet))
 def test_files(write, tmp_path):
-    """They may be sorted, and have rows of one prompt: these all count, and are in one part."""
+    """Rows may be sorted, and several have one prompt: all count, and are in one part."""
     rows = [{"question": f"{i // 2}?", "answer": f"so\n#### {i}", "level": i // 2}
             for i in range(40)]  # fmt: skip
     name = write(tmp_path / ("a.jsonl" if write is in_lines else "a.parquet"), *rows)

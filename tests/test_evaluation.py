@@ -131,7 +131,7 @@ max_completion_length: 3
 
 
 def test_the_file_of_a_run_is_evaluated(trained, tmp_path, capsys):
-    """As the run would: on its held-out dataset, with its model's adapters merged."""
+    """Evaluates as the run would: on its held-out dataset, with the model's adapters merged."""
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": 1}))
     (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))

@@ -92,7 +92,7 @@ class Sampled(Exception):
 
 
 def changes_of_logits(monkeypatch, main, folder):
-    """What changes the logits before the first token is drawn, of a model with options of its own.
+    """Logits before the first token is drawn are not changed by options of the model's own.
 
     They are the model's `generation_config`, as instruction-tuned models have one.
     """

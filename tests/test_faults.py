@@ -100,7 +100,7 @@ def test_log_probs_that_are_missing_leave_a_checkpoint(tiny_model, tmp_path):
 
 
 def test_an_evaluation_that_failed_is_made_up_for_once(tiny_model, tmp_path):
-    """By the run that goes on, whatever that one meets then."""
+    """The run that goes on makes up for it, whatever it meets then."""
     calls = []
 
     def faulty(prompts, completions, **_):
@@ -233,7 +233,7 @@ class Opens:
 
 
 def test_a_foreign_checkpoint_runs_no_code(tiny_model, tmp_path):
-    """What it wants to open is not opened."""
+    """A file that a pickle would open is not opened."""
     config = config_of(
         tiny_model, tmp_path, **STEPS | {"steps": 1, "beta": 0.1, "sync_ref_every": 1}
     )
@@ -388,7 +388,7 @@ def test_weights_of_others_are_taken_where_the_checkpoint_has_all(
 
 
 def test_another_reference_is_refused_when_a_run_goes_on(tiny_model, tmp_path):
-    """Its weights are in no checkpoint, and a folder, or a hub, may have new ones."""
+    """Weights of the reference are in no checkpoint; a folder, or a hub, may have new ones."""
     other, folder = make_model("llama"), tmp_path / "reference"
     other.save_pretrained(folder)
     config = config_of(tiny_model, tmp_path, steps=1, beta=0.1, ref_model=str(folder))

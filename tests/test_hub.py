@@ -1,4 +1,4 @@
-"""What a hub answers that has no such model or dataset, or keeps it, in words that help.
+"""Answers of a hub without a model or dataset, or one that keeps it, in words that help.
 
 The hub is a server at a loopback address; everything between is `huggingface_hub`, `datasets` and
 `transformers`.

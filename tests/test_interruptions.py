@@ -1,4 +1,4 @@
-"""What ends a step before its time: nothing is lost but the step, and the gradient is the same."""
+"""Interruptions of a step: nothing is lost but the step, and the gradient is the same."""
 
 import os
 import signal
@@ -119,7 +119,7 @@ def test_memory_that_runs_out_while_sampling(tiny_model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
 def test_a_limit_of_the_system():
-    """What is beyond it is told as memory that ran out, by a real allocator."""
+    """A real allocator tells memory beyond the limit as memory that ran out."""
     code = (
         "import resource, torch; from grpo_kernels.base.memory import ran_out_of_memory\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, -1))\n"

@@ -170,7 +170,7 @@ def test_each_process_has_all_weights_and_its_share_of_the_prompts():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*-*.yaml")))
 def test_a_recipe_fits_its_card(name, capsys, tmp_path):
-    """As the command in its header predicts, which takes the recipe's own options."""
+    """Predicts by the command in the recipe's header, which takes the recipe's own options."""
     header = "\n".join(x for x in (CONFIGS / name).read_text().split("\n") if x.startswith("#"))
     assert all(x in header for x in (f"examples/configs/{name}", "# reaches:", "# run:"))
     launched = re.search(r"--config_file (\S+)", header)

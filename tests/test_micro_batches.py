@@ -98,7 +98,7 @@ ONE_CALL = {
 
 @pytest.mark.parametrize("name", ONE_CALL)
 def test_the_gradient_is_that_of_one_call_of_the_loss(name, tiny_model, tmp_path):
-    """Of all completions, on the plain model in float64; it sees what the policy did not sample."""
+    """Gradient of all completions, on the plain model in float64, tokens of tools included."""
     config = config_of(tiny_model, tmp_path, **ONE_CALL[name], max_grad_norm=1e9)
     trainer, samples, scores = sampled(config, **TURNS.get(name, {}))
     grads, metrics = updated_gradient(trainer, samples, scores, 5)

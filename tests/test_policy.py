@@ -123,7 +123,7 @@ def test_a_cache_goes_back_by_the_name_that_it_came_by():
 
 
 def test_a_model_that_leaves_a_cache_as_it_is_is_refused():
-    """As one whose forward no longer knows its name, and takes any."""
+    """Model whose forward takes any keyword and no longer names the cache."""
     policy = Policy(renamed(make_model("llama"), "ignored"))
     message = "share_prompts: expected LlamaModel to go on from memory, to 11 tokens; got 6 in it"
     with pytest.raises(RuntimeError, match=message):

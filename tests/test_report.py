@@ -1,4 +1,4 @@
-"""What people read of a run: its summary, its page, completions in the terminal."""
+"""Texts of a run for people: summary, page, completions in the terminal."""
 
 import json
 import subprocess
@@ -83,7 +83,7 @@ def test_a_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch):
 
 
 def test_the_terminal_tells_prompt_completion_and_answer_apart():
-    """Of a prompt with an example in it, too."""
+    """A prompt with an example in it, too."""
     row = {"prompt": "Q: 1 + 1?\nA: 2\n\nQ: 2 + 2?", "answer": "4", "ended": True, "advantage": 1}
     rows = [{**row, "completion": text, "reward": 0.5} for text in ("4", "five")]
     other = {**rows[0], "prompt": [{"role": "user", "content": "3 + 3?"}], "ended": False}

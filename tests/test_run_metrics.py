@@ -42,7 +42,7 @@ def merged_of(config, sizes):
 
 
 def test_own_code_adds_a_metric_with_a_curve(tiny_model, tmp_path):
-    """It is over the step's completions alone, though an evaluation calls the function, too."""
+    """Only the step's completions count, though an evaluation calls the function, too."""
     config = config_of(tiny_model, tmp_path, eval_size=3, eval_every=1)
     letters = []
 

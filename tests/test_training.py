@@ -412,7 +412,7 @@ def test_prompts_are_tokenized_once():
 
 
 def test_a_loss_by_instance_is_that_of_its_name(tiny_model, tmp_path):
-    """Its repr is recorded, by which a run goes on."""
+    """The loss's repr is recorded; a run goes on by it."""
     config = config_of(tiny_model, tmp_path, loss_type=Sapo(temperature_neg=1.3), beta=0.1)
     named = replace(config, name="named", loss_type="sapo", sapo_temperature_neg=1.3)
     rows = [rows_of(trainer_of(one).train()) for one in (config, named)]

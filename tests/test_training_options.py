@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused(options, message, tiny_model, tmp_path, re
 
 
 def test_processes_that_would_train_apart_are_refused(monkeypatch, tmp_path):
-    """As torchrun starts them, of which accelerate takes no notice on a CPU."""
+    """Processes as torchrun starts them, which accelerate ignores on a CPU."""
     config = config_of(output=str(tmp_path))
     for value in ("", "1"):
         monkeypatch.setenv("WORLD_SIZE", value)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
 @pytest.mark.parametrize("ce_weight", (None, 0.5))
 def test_groups_of_equal_rewards_still_learn_to_predict(ce_weight, tiny_model, tmp_path):
-    """Their advantages are 0, and the cross-entropy is not."""
+    """Advantages are 0, and the cross-entropy is not."""
     trainer = trainer_of(
         config_of(tiny_model, tmp_path, steps=1),
         rollout=lambda _: FakeRollout((6,), turns=True, ce_weight=ce_weight),
@@ -71,7 +71,7 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
 
 
 def test_a_rollout_may_ask_for_the_problems(tiny_model, tmp_path):
-    """By the class that the page shows; what it changes of a problem is nobody else's."""
+    """Runs the class that the page shows; problems that it changes are its copies."""
     page, there = (ROOT / "docs" / "training.md").read_text().split("## Turns and tools\n")[1], {}
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], there)
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 def sent(model):
-    """What vLLM gets, by name; no name comes twice."""
+    """Weights that vLLM gets, by name; no name comes twice."""
     rows = list(names_and_weights(model))
     weights = dict(rows)
     assert len(weights) == len(rows) == len(names_of(model))

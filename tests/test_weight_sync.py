@@ -154,7 +154,7 @@ def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
 
 
 def test_the_gap_is_of_tokens_that_the_policy_sampled(tiny_model, tmp_path):
-    """What is reported for those of a tool, -50 here, is nobody's."""
+    """Log-probs reported for a tool's tokens, -50 here, do not count."""
 
     class WithTool(CopyRollout):
         def __call__(self, *args):

@@ -43,7 +43,7 @@ class Faulty:
         os.fsync = self.sync
 
     def now(self, kind):
-        """Whether that is due; notes it down first. Faults of saving come with the next save."""
+        """Notes a fault down if it is due. Faults of saving come with the next save."""
         done = {fault["step"] for fault in faults_met(self.met)}
         due = [step for step, its in self.faults.items() if its == kind and step not in done]
         here = [step for step in due if step <= self.trainer.run.step]
@@ -92,7 +92,7 @@ def faults_met(path):
 
 
 def start(options, faults, met):
-    """One start of a run; a process of its own."""
+    """Starts a run once, in a process of its own."""
 
     def judge(*args, **columns):
         if trainer.now("reward"):

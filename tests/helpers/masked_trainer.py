@@ -21,7 +21,7 @@ def warpers_of(trainer):
 
 @torch.no_grad()
 def kept_sets(trainer, prompt_ids, completion_ids):
-    """What the trainer's warpers keep for each token: per completion [T, V], bool."""
+    """Entries that the trainer's warpers keep for each token: per completion [T, V], bool."""
     kept = []
     for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
         ids = torch.tensor([prompt + completion])

@@ -86,7 +86,7 @@ def vllm_on_a_cpu():
 
 
 def run(trainer, folder, **options):
-    """What `trained` returns of a run.
+    """Run as `trained` returns it.
 
     Args:
         trainer: a class, as `module:name`.
@@ -102,7 +102,7 @@ def run(trainer, folder, **options):
 
 
 def run_replayed(folder, **options):
-    """What `trained` returns of a run with `replay_support`, and what it has sampled from.
+    """Run with `replay_support` as `trained` returns it, and the sets that it sampled from.
 
     Returns:
         The run; per token the words of its support; those that the policy's own logits keep.

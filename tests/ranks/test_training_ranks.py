@@ -97,7 +97,7 @@ def test_a_fault_of_one_rank(fault, call, ranks, alone, tiny_model, tmp_path):
 
 
 def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
-    """As docs/tutorials.md prints it, on GSM8K's form, by either launcher on two CPUs."""
+    """Runs the tutorial's command on problems of GSM8K's form, by either launcher on two CPUs."""
     text = (ROOT / "docs/tutorials.md").read_text()
     (tmp_path / "run.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
     rows = ({"question": f"{n} + 3?", "answer": f"<<{n}+3={n + 3}>>\n#### {n + 3}"}

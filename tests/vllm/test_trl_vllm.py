@@ -65,7 +65,7 @@ def runs(tmp_path_factory):
 
 
 def gaps_of(run):
-    """Of the steps that completions were sampled for."""
+    """Numbers of the steps that completions were sampled for."""
     return [row[GAP] for row in run[1] if GAP in row]
 
 
