@@ -134,6 +134,8 @@ def fused_grpo_loss(
             given a `support`.
         `logps`, `entropy`: float32 in the shape of `targets`, 0 where masked and without a weight
             in `ce_weights`, detached (for differentiable ones see `linear_logprobs`).
+        `ref_logps`, `kl`: likewise, the reference's log-probs or the exact KL to it; None without a
+            `reference`.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
@@ -191,8 +193,16 @@ def fused_grpo_loss(
     else:
         logps, entropy, _, kl = compute_logprobs(call, plan)
         loss, metrics = flat_loss(config, inputs, logps, entropy, spec.backend, kl)
-    values = (x.detach().reshape(spec.layout.shape) for x in (logps, entropy))
-    return GRPOLossOutput(loss, metrics | plan.metrics(), *values)
+    shape = spec.layout.shape
+    ref_logps = None if other is None or config.exact_kl else inputs.ref_logps
+    return GRPOLossOutput(
+        loss,
+        metrics | plan.metrics(),
+        logps.detach().reshape(shape),
+        entropy.detach().reshape(shape),
+        None if ref_logps is None else ref_logps.reshape(shape),
+        None if kl is None else kl.detach().reshape(shape),
+    )
 
 
 class _OnePass(torch.autograd.Function):

@@ -155,7 +155,8 @@ def grpo_loss(
     d_logps, d_entropy = _gradients(loss, flat, flat_entropy)
     metrics = loss_metrics(config, inputs, flat, flat_entropy, d_logps, d_entropy)
     detached = None if entropy is None else entropy.detach()
-    return GRPOLossOutput(loss, metrics, logps.detach(), detached)
+    kl = None if kl is None else kl.detach()
+    return GRPOLossOutput(loss, metrics, logps.detach(), detached, kl=kl)
 
 
 def _gradients(
@@ -185,7 +186,7 @@ def fused_grpo_loss(
     **loss_args: Any,
 ) -> GRPOLossOutput:
     """`linear_logprobs` and `divergence`, then `grpo_loss`, which takes `loss_args`."""
-    scored = rows_of_loss(mask, ce_weights, hidden)
+    scored, ref_logps = rows_of_loss(mask, ce_weights, hidden), None
     out = linear_logprobs(hidden, head, targets, scored, support=support, rounded_to=rounded_to)
     if reference is not None:
         if loss_args.get("config", GRPOLossConfig()).exact_kl:
@@ -194,10 +195,11 @@ def fused_grpo_loss(
             with torch.no_grad():
                 ref_hidden = reference.hidden.to(hidden.dtype)
                 reference_out = linear_logprobs(ref_hidden, reference.head, targets, scored)
-            loss_args["ref_logps"] = reference_out.logps
-    return grpo_loss(
+            ref_logps = loss_args["ref_logps"] = reference_out.logps
+    loss = grpo_loss(
         out.logps, advantages, mask, ce_weights=ce_weights, entropy=out.entropy, **loss_args
     )
+    return loss._replace(ref_logps=ref_logps)
 
 
 def divergence(

@@ -268,7 +268,8 @@ def loss_call(function, args, batch, options, **_):
     call = function("fused_grpo_loss")
     out = call(*args, batch.targets, batch.advantages, batch.mask, **options)
     metrics = {name: x for name, x in out.metrics.items() if not name.startswith("support/")}
-    return Result(out.loss, metrics, out.logps)
+    per_token = [x.flatten() for x in (out.logps, out.ref_logps, out.kl) if x is not None]
+    return Result(out.loss, metrics, torch.cat(per_token))
 
 
 def divergence_call(function, args, batch, options, *, base, **_):

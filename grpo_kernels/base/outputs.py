@@ -43,9 +43,13 @@ class GRPOLossOutput(NamedTuple):
         metrics: name to 0-d tensor, on the device; reading one synchronizes.
         logps: float32 in the shape of the targets, detached.
         entropy: likewise, in nats; None where it was neither computed nor given.
+        ref_logps: likewise, of the reference that the call scored; None where it scored none.
+        kl: likewise, the exact KL to the reference, in nats; None unless the loss has it.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     logps: Tensor
     entropy: Tensor | None
+    ref_logps: Tensor | None = None
+    kl: Tensor | None = None

@@ -230,6 +230,8 @@ def reference_logps(reference: HeadCall, plan: HeadPlan) -> Tensor:
         head = ChunkedHead(reference.tensors, spec, rows, readout, keep_exps=False)
         for chunk in rows.chunks():
             logps[chunk.index] = head.forward(chunk).logps
+    if rows.has_masked and plan.tokens is not None:
+        logps.masked_fill_(~plan.tokens, 0.0)
     return logps
 
 

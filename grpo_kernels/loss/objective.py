@@ -66,24 +66,52 @@ def policy_objective(
     """
     tokens = tokens_of(config, inputs, logps, entropy)
     scale, chosen = surrogate_scale(config, tokens)
+    per_token, kl = token_losses(config, inputs, tokens, scale, stable_kl=stable_kl)
+    if kl is not None:
+        per_token = per_token + kl
+    loss = (inputs.weights * per_token).sum()
+    if config.exact_kl:
+        loss = loss + exact_kl(config, inputs)
+    if config.entropy_coef and tokens.entropy is not None:
+        entropy, count = entropy_in_bonus(inputs, tokens.entropy, chosen)
+        loss = loss - config.entropy_coef * entropy.sum() / count
+    return loss
+
+
+def token_losses(
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    tokens: Tokens,
+    scale: Tensor | None,
+    *,
+    stable_kl: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`s_i * x_i` and `beta * KL_i` of each token, `[N]`, which its weight then multiplies.
+
+    `scale`: s of `surrogate_scale`. No KL (None) where the loss has no estimate of one.
+    """
     per_token = _loss_of_tokens(config.loss, tokens)
     if inputs.mask is not None:
         # Masked tokens may come back as anything, NaN included.
         per_token = torch.where(inputs.mask, per_token, 0.0)
     if scale is not None:
         per_token = per_token * scale
-    if config.beta and not config.exact_kl:
-        kl = kl_terms_in_closed_form if stable_kl else kl_terms
-        per_token = per_token + config.beta * kl(config, tokens, config.loss.log_ratio(tokens))
-    loss = (inputs.weights * per_token).sum()
-    if config.exact_kl:
-        loss = loss + exact_kl(config, inputs)
-    if config.entropy_coef and tokens.entropy is not None:
-        count, entropy = inputs.count, tokens.entropy
-        if chosen is not None:
-            count, entropy = chosen.sum(), select(chosen, entropy)
-        loss = loss - config.entropy_coef * entropy.sum() / count.clamp(min=1)
-    return loss
+    if not config.beta or config.exact_kl:
+        return per_token, None
+    kl = kl_terms_in_closed_form if stable_kl else kl_terms
+    return per_token, config.beta * kl(config, tokens, config.loss.log_ratio(tokens))
+
+
+def entropy_in_bonus(
+    inputs: LossInputs, entropy: Tensor, chosen: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The entropies `[N]` that the bonus averages, 0 elsewhere, and their number, at least 1.
+
+    `chosen`: the high-entropy mask of `surrogate_scale`; None: all tokens.
+    """
+    if chosen is None:
+        return entropy, inputs.count.clamp(min=1)
+    return select(chosen, entropy), chosen.sum().clamp(min=1)
 
 
 def tokens_of(
