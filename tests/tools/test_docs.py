@@ -14,6 +14,7 @@ from grpo_kernels.base.checks import version_numbers
 from grpo_kernels.integrations import private
 from grpo_kernels.loss.losses import LOSS_TYPES
 from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused, with_cross_entropy
+from tests.helpers.tiny_models import make_model, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGES = [Path(name) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -33,8 +34,20 @@ def code_blocks(page):
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
+@pytest.fixture
+def small_models(monkeypatch):
+    """Names of the hub get a tiny model and a tokenizer of bytes."""
+    import transformers
+
+    for kind, make in (
+        ("AutoModelForCausalLM", lambda _: make_model("qwen2")),
+        ("AutoTokenizer", lambda _: make_tokenizer()),
+    ):
+        monkeypatch.setattr(getattr(transformers, kind), "from_pretrained", make)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page)], ids=str)
-def test_code_runs(page):
+def test_code_runs(page, small_models):
     if torch.distributed.is_initialized():  # by another test of this process
         torch.distributed.destroy_process_group()
     exec("\n".join(code_blocks(page)), {"__name__": "docs"})
