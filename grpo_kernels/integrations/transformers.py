@@ -74,7 +74,7 @@ class FusedHeadOutput(ModelOutput):
             `shift_labels`. Differentiable without advantages, detached with them.
         entropy: in nats; shape, dtype and gradient as `logps`.
         mask: bool, in the shape of `logps`: True where a token is scored.
-        metrics: those of `fused_grpo_loss`; None without advantages.
+        metrics, ref_logps, kl: those of `fused_grpo_loss`; None without advantages.
         aux_loss: the load-balancing loss of a mixture of experts, if the config or the argument
             `output_router_logits` asks for it. It is not part of `loss`.
     """
@@ -84,6 +84,8 @@ class FusedHeadOutput(ModelOutput):
     entropy: Tensor | None = None
     mask: Tensor | None = None
     metrics: dict[str, Tensor] | None = None
+    ref_logps: Tensor | None = None
+    kl: Tensor | None = None
     aux_loss: Tensor | None = None
 
     @property
@@ -406,9 +408,7 @@ def _score(
     mask = mask.bool()
     if "ce_weights" in arguments:
         mask = mask | (arguments["ce_weights"] != 0)
-    return FusedHeadOutput(
-        loss=out.loss, logps=out.logps, entropy=out.entropy, mask=mask, metrics=out.metrics
-    )
+    return FusedHeadOutput(mask=mask, **out._asdict())
 
 
 def _load_balancing_loss(config: Any, outputs: Any, attention_mask: Tensor | None) -> Tensor:
