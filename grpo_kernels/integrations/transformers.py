@@ -170,6 +170,26 @@ class Objective:
         self.states, self.reference = states, reference
         self.output: FusedHeadOutput | None = None
         self.config = config or _DEFAULT
+        self._call: dict[str, Any] = {}  # what `explain` needs of the call besides its output
+
+    def explain(self, **more: Any) -> Explanation:
+        """Explains the loss of the call that was made with this objective, token by token.
+
+        Args:
+            more: arguments of `grpo_kernels.explain.explain` besides those of the loss.
+
+        Raises:
+            ValueError: no loss was computed yet.
+        """
+        from ..explain import explain
+
+        out = self.output
+        if out is None or out.loss is None or out.logps is None or out.metrics is None:
+            raise ValueError("objective: expected one whose loss was computed; got one without")
+        names = ("logps", "entropy", "ref_logps", "kl")
+        values = {name: getattr(out, name) for name in names}
+        loss = GRPOLossOutput(loss=out.loss.detach(), metrics=out.metrics, **values)
+        return explain(loss, config=self.config, **self._call, **more)
 
 
 @dataclass
@@ -395,16 +415,19 @@ def _score(
         return FusedHeadOutput(logps=scored.logps, entropy=scored.entropy, mask=mask.bool())
     arguments = objective.loss_arguments | items
     arguments = {name: _to(device, x) for name, x in arguments.items()}
+    advantages = _to(device, objective.advantages)
     out = fused_grpo_loss(
         hidden,
         head,
         targets,
-        _to(device, objective.advantages),
+        advantages,
         mask,
         support=support,
         execution=execution,
         **arguments,
     )
+    constants = {k: x for k, x in arguments.items() if k not in ("config", "reference")}
+    objective._call = {"targets": targets, "advantages": advantages, "mask": mask, **constants}
     mask = mask.bool()
     if "ce_weights" in arguments:
         mask = mask | (arguments["ce_weights"] != 0)

@@ -266,11 +266,17 @@ def _prepare(
     if loss is not None or is_token_local(trainer):
         config_of(trainer, 1)  # raises now what would be raised in the first step
     trainer._support_replay = SupportReplay(trainer) if replay_support else None
+    trainer._explainer = None  # an `ExplainCallback`
 
 
 def _replay(trainer: Any) -> SupportReplay | None:
     """Returns what records supports; None without, and in a trainer made before the patch."""
     return getattr(trainer, "_support_replay", None)
+
+
+def _explainer(trainer: Any) -> Any:
+    """Returns what explains losses (`trl_explain.py`); None without."""
+    return getattr(trainer, "_explainer", None)
 
 
 def _generate(own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -384,7 +390,12 @@ def _compute_loss(
         if not isinstance(model, _Call):
             rows = inputs[KEY] if _replay(trainer) else None
             model = _plain_call(model, rows, inputs["completion_ids"].shape[1])
-        return compute_trl_loss(model, inputs)
+        if (explainer := _explainer(trainer)) is None:
+            return compute_trl_loss(model, inputs)
+        objective, scale = objective_of(trainer, inputs, None)
+        trl_loss = compute_trl_loss(model, inputs)
+        explainer.add(inputs, model.objective.output, objective, scale)
+        return trl_loss
     length = inputs["completion_ids"].shape[1]
     support = batch_support(inputs[KEY], length) if _replay(trainer) else None
     # Built before TRL's code runs, which advances the entropy coefficient to the next step.
@@ -396,6 +407,8 @@ def _compute_loss(
     trl_loss = compute_trl_loss(call, inputs)
     out = objective.output
     assert out is not None and out.loss is not None
+    if (explainer := _explainer(trainer)) is not None:
+        explainer.add(inputs, out, objective, scale)
     our_loss, trl_policy_loss = out.loss * scale, trl_loss.detach()
     if trainer.aux_loss_enabled:
         assert out.aux_loss is not None

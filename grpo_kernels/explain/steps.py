@@ -1,0 +1,71 @@
+"""Which steps of a run are explained, and where their pages go."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+from .explanation import Explanation
+
+# Smallest values that count as a spike: a KL of 1e-5 that becomes 1e-4 is no news.
+SPIKES = {"grad_norm": 0.0, "kl": 0.01}
+FIRST, WINDOW = 5, 100  # steps seen before one can be a spike; steps it is compared with
+
+
+class ExplainedSteps:
+    """Explains every so many steps, and those whose gradient norm or KL is far above all before.
+
+    Args:
+        folder: of the run; pages are `explanations/step-000012.html`, with a `.jsonl` beside each.
+        every: number of steps between explanations; 0: only spikes.
+        factor: how far above the largest of the last 100 steps a spike is; 0: no spike is told.
+        most: the largest number of spikes explained in a run.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, every: int = 0, factor: float = 3.0, most: int = 5
+    ) -> None:
+        for name, x, least in (("every", every, 0), ("factor", factor, 0), ("most", most, 0)):
+            if not least <= x < math.inf:
+                raise ValueError(f"{name}: expected a number >= {least}; got {x!r}")
+        self.folder, self.every, self.factor, self.left = Path(folder), every, factor, most
+        self.seen = {name: deque[float](maxlen=WINDOW) for name in SPIKES}
+
+    def why(self, step: int, values: Mapping[str, float | None]) -> str | None:
+        """Returns why this step is to be explained, or None; values of every step are to be shown.
+
+        Args:
+            step: its number.
+            values: metrics of the step, of which `grad_norm` and `kl` are looked at.
+        """
+        spikes = []
+        for name, least in SPIKES.items():
+            x, seen = values.get(name), self.seen[name]
+            if x is None:
+                continue
+            if len(seen) >= FIRST and self.factor:
+                if not math.isfinite(x):
+                    spikes.append(f"{name} is {x}")
+                elif x > max(least, self.factor * max(seen)):
+                    spikes.append(f"{name} is {x:.3g}, the median so far {median(seen):.3g}")
+            if math.isfinite(x):
+                seen.append(x)
+        if spikes and self.left > 0:
+            self.left -= 1
+            return "; ".join(spikes)
+        return f"every {self.every} steps" if self.every and step % self.every == 0 else None
+
+    def write(self, step: int, why: str, explanation: Explanation) -> str:
+        """Writes the page and the rows of a step; returns what to tell the user."""
+        folder = self.folder / "explanations"
+        folder.mkdir(parents=True, exist_ok=True)
+        page = folder / f"step-{step:06d}.html"
+        explanation.write(page)
+        explanation.write(page.with_suffix(".jsonl"))
+        first = f"{explanation.causes[0].name}: {explanation.causes[0].text}; " if (
+            explanation.causes
+        ) else ""
+        return f"step {step} explained ({why}): {first}see {page}"

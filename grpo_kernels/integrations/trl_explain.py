@@ -1,0 +1,107 @@
+"""Explains steps of TRL's trainer with this library's head, token by token.
+
+    trainer = FusedGRPOTrainer(...)
+    trainer.add_callback(ExplainCallback(trainer, every=100))
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..base.outputs import GRPOLossOutput
+from ..explain import Explanation, explain
+from ..explain.explanation import join
+from ..explain.steps import ExplainedSteps
+from .transformers import Objective
+
+_INPUTS = (
+    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "sampling_per_token_logps"
+)  # fmt: skip
+
+
+class ExplainCallback(TrainerCallback):
+    """Writes pages that tell which tokens a step's loss and gradient come from.
+
+    A page shows the completions of the main process. `logging_steps=1` shows the callback every
+    step's gradient norm and KL; with more, spikes between two logs are not seen.
+
+    Args:
+        trainer: a `FusedGRPOTrainer`, or one that `patch_trl` made.
+        folder: where `explanations/` goes; None: the trainer's `output_dir`.
+        every, factor, most: as in `grpo_kernels.explain.steps.ExplainedSteps`.
+
+    Raises:
+        ValueError: another trainer.
+    """
+
+    def __init__(
+        self, trainer: Any, *, folder: str | None = None, every: int = 0, factor: float = 3.0,
+        most: int = 5,
+    ) -> None:  # fmt: skip
+        if not hasattr(trainer, "_explainer"):
+            raise ValueError(
+                "trainer: expected a FusedGRPOTrainer, or one made under patch_trl; got "
+                f"{type(trainer).__name__}"
+            )
+        self.steps = ExplainedSteps(
+            folder or trainer.args.output_dir, every=every, factor=factor, most=most
+        )
+        self.trainer, self.parts = trainer, list[tuple[Callable[[], Explanation], Any]]()
+        self.groups: dict[str, int] = {}  # by the prompt
+        trainer._explainer = self
+
+    def add(self, inputs: dict[str, Any], out: Any, objective: Objective, scale: Any) -> None:
+        """Keeps what a micro-batch's loss was computed from, until the next step begins."""
+        if self.trainer.model.training and self.trainer.accelerator.is_main_process:
+            values = GRPOLossOutput(
+                out.loss, {}, out.logps.detach(), out.entropy.detach(), kl=getattr(out, "kl", None)
+            )
+            seen = {name: inputs[name] for name in _INPUTS if name in inputs}
+            self.parts.append((partial(self._explain, seen, values, objective), scale))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.parts.clear()
+        self.groups.clear()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not self.parts or "grad_norm" not in (logs or {}):  # of an evaluation, say
+            return
+        why = self.steps.why(state.global_step, logs)
+        if why is None:
+            return
+        try:
+            parts, scales = zip(*self.parts, strict=True)
+            explanation = join([part() for part in parts], list(map(float, scales)))
+            print(self.steps.write(state.global_step, why, explanation))
+        except Exception as error:  # who looks on never ends a run
+            warnings.warn(f"step {state.global_step} is not explained: {error}", stacklevel=2)
+
+    def _explain(
+        self, inputs: dict[str, Any], out: GRPOLossOutput, objective: Objective
+    ) -> Explanation:
+        trainer, ids, options = self.trainer, inputs["completion_ids"], objective.loss_arguments
+        names = ("old_logps", "ref_logps", "num_items")
+        config, sampling = objective.config, inputs.get("sampling_per_token_logps")
+        more = {
+            "off_policy_threshold": trainer.off_policy_mask_threshold,
+            "top_entropy_quantile": trainer.top_entropy_quantile,
+        }
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        rows = zip(inputs["prompt_ids"], inputs["prompt_mask"].bool(), strict=True)
+        prompts = [tokenizer.decode(row[mask]) for row, mask in rows]
+        ends = getattr(trainer, "eos_token_ids", None) or [trainer.eos_token_id]
+        ended = torch.isin(ids, ids.new_tensor(ends)) & inputs["completion_mask"].bool()
+        return explain(
+            out, ids, objective.advantages, objective.mask, sampling_logps=sampling,
+            config=replace(config, **more),
+            groups=[self.groups.setdefault(x, len(self.groups)) for x in prompts],
+            truncated=~ended.any(1), prompts=prompts, tokenizer=tokenizer,
+            **{name: options[name] for name in names if name in options},
+        )  # fmt: skip
