@@ -18,7 +18,7 @@ from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.integrations.verl import linear_cross_entropy, patch_verl
 
 PACKAGE = Path(grpo_kernels.__file__).parent
-OPTIONAL = re.compile(r"support|shards|many|sampler|training|integrations|reference")
+OPTIONAL = re.compile(r"support|shards|many|sampler|training|integrations|reference|explain")
 # An exact call, with whatever is loaded along the way.
 EXACT_CALL = """
 import sys, torch

@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 
+def cross_entropy_terms(weights: Tensor, logps: Tensor) -> Tensor:
+    """`-c l` of `weights [N]` and `logps [N]`, which may hold anything where c is 0."""
+    return -torch.where(weights != 0, weights * logps, 0.0)
+
+
 def cross_entropy(weights: Tensor, logps: Tensor) -> Tensor:
-    """`-sum c l`, 0-d, of `weights [N]` and `logps [N]`, which may hold anything where c is 0."""
-    return -torch.where(weights != 0, weights * logps, 0.0).sum()
+    """`-sum c l`, 0-d."""
+    return cross_entropy_terms(weights, logps).sum()
 
 
 def cross_entropy_metrics(weights: Tensor, logps: Tensor) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ def loss_metrics(
     `d_logps`, `d_entropy [N]`: the gradient of the loss; None where there is none.
     """
     tokens = tokens_of(config, inputs, logps, entropy)
-    values = _token_values(config, inputs, tokens, d_logps, d_entropy)
+    values = token_values(config, inputs, tokens, d_logps, d_entropy)
     rows, masked = values.means, None if inputs.mask is None else ~inputs.mask
     maxima = _by_name(values.maxima, _largest(_stack(values.maxima), masked))
     # Relative to the largest, so that no square overflows.
@@ -110,13 +110,14 @@ def loss_metrics(
     return metrics | clips
 
 
-def _token_values(
+def token_values(
     config: GRPOLossConfig,
     inputs: LossInputs,
     tokens: Tokens,
     d_logps: Tensor | None,
     d_entropy: Tensor | None,
 ) -> _TokenValues:
+    """The values that the metrics are means and maxima of."""
     loss, values = config.loss, _TokenValues()
     log_ratio = per_token_values(loss.name_of("log_ratio()"), loss.log_ratio(tokens), tokens)
     ratio = log_ratio.exp()

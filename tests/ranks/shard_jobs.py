@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels import Support, VocabRanks
+from grpo_kernels.explain import explain
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from tests.helpers import flat_calls
-from tests.helpers.batches import config, make_batch, run_fused
+from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused
 
 RANK_OPTIONS = ("layout", "starts")
 VOCABULARY_FIELDS = ("weight", "bias", "b")
@@ -292,3 +293,13 @@ def refused(change: Callable[[Any, int], dict[str, Any]]) -> str:
     except (ValueError, TypeError) as error:
         return str(error)
     return "nothing"
+
+
+def explained(cuts) -> dict[str, torch.Tensor]:
+    """The columns of an explanation of a call on this rank's part of the head."""
+    batch, (options, names) = make_batch(), OBJECTIVES["is_token_truncate"]
+    kwargs = {name: getattr(batch, name) for name in names} | {"config": config(**options)}
+    tensors = batch.targets, batch.advantages, batch.mask
+    weight = batch.weight[rows_of(cuts)]
+    out = flat_calls.fused_grpo_loss(batch.hidden, weight, *tensors, **kwargs, **on_rank({}))
+    return explain(out, *tensors, **kwargs).columns

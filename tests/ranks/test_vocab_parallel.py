@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.helpers.batches import make_batch, relative_error, run_fused
+from grpo_kernels import fused_grpo_loss
+from grpo_kernels.explain import explain
+from tests.helpers.batches import OBJECTIVES, config, make_batch, relative_error, run_fused
 from tests.helpers.head_options import CHUNK
 from tests.helpers.ranks import Ranks
 from tests.helpers.supports import make_support
@@ -118,6 +120,17 @@ def test_ranks_with_tokens_of_their_own_gather_the_states(ranks):
     for name in ("hidden", "weight"):
         full = torch.cat([x[name] for x in results])
         assert relative_error(full, exact.gradients[name]) < 2e-5
+
+
+def test_an_explanation_is_the_same_on_every_rank(ranks):
+    batch, (options, names) = make_batch(), OBJECTIVES["is_token_truncate"]
+    loss, tensors = config(**options), (batch.targets, batch.advantages, batch.mask)
+    kwargs = {name: getattr(batch, name) for name in names} | {"config": loss}
+    out = fused_grpo_loss(batch.hidden, batch.weight, *tensors, **kwargs)
+    expected = explain(out, *tensors, **kwargs).columns
+    assert expected["gradient"].any()
+    for columns in ranks("tests.ranks.shard_jobs:explained", UNEVEN):
+        torch.testing.assert_close(columns, expected, rtol=1e-4, atol=2e-5, equal_nan=True)
 
 
 def test_another_cut_of_the_same_head(ranks):

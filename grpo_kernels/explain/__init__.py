@@ -1,0 +1,7 @@
+"""Why a step's loss is what it is, token by token."""
+
+from .causes import Thresholds
+from .explanation import Cause, Explanation
+from .tokens import explain
+
+__all__ = ["Cause", "Explanation", "Thresholds", "explain"]

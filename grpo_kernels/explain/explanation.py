@@ -1,0 +1,99 @@
+"""The data of an explanation: numbers per token, per sequence and per group, and ranked causes."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHARES = ("loss_share", "gradient_share", "kl_share")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A reason for the step's loss, with its share of the step and the options that bound it."""
+
+    name: str
+    share: float  # of the step, 0 to 1
+    text: str
+    remedy: str
+    tokens: list[tuple[int, int]]  # sequence and position, worst first, at most 20
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Numbers per token of one step, their sums, and what stands out; `print` shows the causes."""
+
+    columns: dict[str, Tensor]  # float32 [N] on the CPU, NaN where a token has none
+    sequence: Tensor  # int64 [N], non-decreasing
+    position: Tensor  # int64 [N], index of the token in its completion
+    sequences: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    causes: list[Cause]
+    texts: list[list[str]] | None  # of the tokens of the columns, per sequence
+    token_ids: Tensor | None  # int64 [N]
+    loss: float | None
+
+    def __str__(self) -> str:
+        lines = []
+        for cause in self.causes:
+            head = f"{cause.share:4.0%}  {cause.name}: {cause.text}"
+            lines += textwrap.wrap(head, 100, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(cause.remedy, 100, initial_indent=" " * 6 + "-> ",
+                                   subsequent_indent=" " * 9)  # fmt: skip
+        return "\n".join(lines) or f"nothing stands out: {self._largest()}"
+
+    def _largest(self) -> str:
+        share = self.columns.get("gradient_share")
+        if share is None or not share.numel():
+            return "no token counts" if share is not None else "no gradient is known"
+        if not share.any():
+            return "no token has a gradient"
+        i, rows = int(share.argmax()), [row["gradient_share"] for row in self.sequences]
+        return (
+            f"the largest shares of the gradient are {share[i]:.1%} (sequence {self.sequence[i]}, "
+            f"token {self.position[i]}) and {max(rows):.1%} (sequence {rows.index(max(rows))})"
+        )
+
+    def write(self, path: str | Path) -> None:
+        """Writes one page (`.html`), or a row per sequence (`.jsonl`); replaces the file."""
+        match Path(path).suffix:
+            case ".html":
+                page = import_module(".page", __package__).html(self)
+                Path(path).write_text(page, encoding="utf-8")
+            case ".jsonl":
+                import_module(".records", __package__).write_jsonl(self, path)
+            case other:
+                raise ValueError(f"path: expected a name in .html or .jsonl; got {other or path!r}")
+
+
+def shares(x: Tensor) -> Tensor:
+    """Absolute values as shares of their sum; where some are not finite, these share all of it."""
+    size = x.abs() if x.isfinite().all() else (~x.isfinite()).to(x.dtype)
+    # Relative to the largest, so that no sum overflows.
+    size = size / size.max().clamp(min=torch.finfo(x.dtype).tiny) if size.numel() else size
+    return size / size.sum(dtype=torch.float64).clamp(min=1).to(x.dtype)
+
+
+def group_sums(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The shares, and the mean and spread of the rewards, of each group, by its first sequence."""
+    members: dict[int | None, list[int]] = {}
+    for i, row in enumerate(sequences):
+        members.setdefault(row["group"], []).append(i)
+    groups = []
+    for group, ids in members.items():
+        rows = [sequences[i] for i in ids]
+        known = {x: [row.get(x, math.nan) for row in rows] for x in SHARES}
+        sums = {x: math.fsum(values) for x, values in known.items() if x in rows[0]}
+        rewards = [row["reward"] for row in rows if not math.isnan(row.get("reward", math.nan))]
+        mean = {"reward": fmean(rewards), "reward_std": pstdev(rewards)} if rewards else {}
+        groups.append({"group": group, "sequences": ids, **sums, **mean})
+    return groups

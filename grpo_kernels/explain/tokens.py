@@ -1,0 +1,323 @@
+"""From what a loss call has to an explanation of it: the columns per token, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.checks import FLOATS, ValueChecks, check_tensor, flatten
+from ..base.layout import Layout, check_targets
+from ..base.outputs import GRPOLossOutput
+from ..kernels import select_backend
+from ..loss.config import GRPOLossConfig
+from ..loss.cross_entropy import cross_entropy_terms
+from ..loss.grpo_loss import d_kl, policy_loss_and_grads
+from ..loss.inputs import check_entropy_given, loss_inputs
+from ..loss.metrics import token_values
+from ..loss.objective import entropy_in_bonus, surrogate_scale, token_losses, tokens_of
+from ..loss.tokens import LossInputs
+from .causes import Thresholds, rank
+from .explanation import Explanation, group_sums, shares
+
+# Columns with a value at tokens outside of the mask, which only `ce_weights` have.
+_OF_ALL = ("gradient", "entropy_gradient", "gradient_share", "loss", "policy", "kl_loss", "ce_loss",
+           "entropy_loss", "logp", "entropy", "moved", "d_hidden")  # fmt: skip
+
+
+def explain(
+    out: GRPOLossOutput,
+    targets: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    sampling_logps: Tensor | None = None,
+    ce_weights: Tensor | None = None,
+    config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
+    num_items: float | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    groups: int | Tensor | Sequence[int] | None = None,
+    rewards: Tensor | Sequence[float] | None = None,
+    truncated: Tensor | Sequence[bool] | None = None,
+    d_hidden: Tensor | None = None,
+    next_logps: Tensor | None = None,
+    prompts: Sequence[str] | None = None,
+    texts: Sequence[Sequence[str]] | None = None,
+    tokenizer: Any = None,
+    thresholds: Thresholds = Thresholds(),  # noqa: B008 - frozen
+) -> Explanation:
+    """Tells which tokens a step's loss and gradient come from, and ranks what stands out.
+
+        import torch
+        from grpo_kernels import fused_grpo_loss
+        from grpo_kernels.explain import explain
+        hidden, weight = torch.randn(8, 24, 16, requires_grad=True), torch.randn(300, 16)
+        targets, advantages = torch.randint(300, (8, 24)), torch.randn(8)
+        out = fused_grpo_loss(hidden, weight, targets, advantages)
+        print(explain(out, targets, advantages, groups=8))
+
+    No logits are made. Columns are computed on the tensors' device, and copied from it once.
+
+    Args:
+        out: what `fused_grpo_loss` or `grpo_loss` returned.
+        targets: of that call, as are the arguments after it; None where the tokens have no ids.
+        advantages: `[B]`, `[B, T]` or `[N]`.
+        mask: of the shape of `out.logps`, as are the next four.
+        old_logps: None is on-policy.
+        ref_logps: None with a reference, whose log-probs `out` has.
+        sampling_logps: NaN where the sampler reported none.
+        ce_weights: of the cross-entropy term.
+        config: the loss.
+        num_items: the denominator.
+        cu_seqlens: of packed input.
+        groups: the number of completions per prompt, which lie together; or `[B]`, the integer id
+            of each completion's group. None: there are none.
+        rewards: `[B]`, of each completion.
+        truncated: `[B]`, whether it ended at the limit on its length.
+        d_hidden: the gradient of the loss by the states, `hidden.grad [..., H]`. Norms of its rows
+            take the place of |gradient| in `gradient_share`. A row's norm is that of dz W, with dz
+            the gradient by the token's logits: at most the spectral norm of the head times |dz|. It
+            is the size of what a token sends into the layers below, before the directions of tokens
+            cancel; no bound of the gradient of any parameter.
+        next_logps: log-probs of the same tokens after the optimizer's step.
+        prompts: `[B]` texts.
+        texts: for each sequence the texts of its tokens: of those that count, or of all positions
+            up to the last that counts.
+        tokenizer: in the place of `texts`, anything with `decode(ids)`. Each token's text is what
+            it adds to that of the token before. Of a character that takes several tokens the last
+            has the text, and those before it show U+FFFD.
+        thresholds: from which size on a cause is named.
+
+    Returns:
+        Tokens in the mask or with a cross-entropy weight; `causes`, ranked; `print` shows them,
+        `write` makes a page or a file. `columns["gradient"]` is the gradient of the loss by the
+        token's log-prob, with the entropy and an exact KL held fixed.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came; also where the
+            columns do not add up to `out.loss`, as with arguments other than those of the call.
+    """
+    if not isinstance(out, GRPOLossOutput):
+        raise TypeError(f"out: expected a GRPOLossOutput; got {type(out).__name__}")
+    checks = ValueChecks()
+    layout = Layout.of("out.logps", check_tensor("out.logps", out.logps), cu_seqlens, checks)
+    reference = out.kl if config.exact_kl else out.ref_logps
+    inputs = loss_inputs(
+        config,
+        layout,
+        checks,
+        advantages,
+        layout.flat_mask(mask, checks),
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        sampling_logps=sampling_logps,
+        ce_weights=ce_weights,
+        num_items=num_items,
+        has_reference=reference is not None,
+    )
+    if reference is not None and config.exact_kl:
+        inputs = replace(inputs, kl=layout.flat("out.kl", reference))
+    elif reference is not None:
+        inputs = replace(inputs, ref_logps=layout.flat("out.ref_logps", reference))
+    check_entropy_given(config, out.entropy)
+    entropy = None if out.entropy is None else layout.flat("out.entropy", out.entropy)
+    columns = _columns(config, inputs, layout.flat("out.logps", out.logps), entropy)
+    if next_logps is not None:
+        columns["moved"] = layout.flat("next_logps", next_logps) - columns["logp"]
+    if d_hidden is not None:
+        check_tensor("d_hidden", d_hidden, dtypes=FLOATS, device=layout.device)
+        if d_hidden.shape[:-1] != layout.shape:
+            expected = ", ".join(map(str, layout.shape))
+            raise ValueError(
+                f"d_hidden: expected shape [{expected}, H]; got {list(d_hidden.shape)}"
+            )
+        columns["d_hidden"] = flatten(d_hidden.detach().double().norm(dim=-1).float())
+    ids = None if targets is None else check_targets(targets, layout.shape, layout.device)
+    checks.read()
+
+    columns, sequence, position, ids, loss = _to_cpu(layout, inputs, columns, ids, out.loss)
+    _check_sum(columns["loss"], loss)
+    gradient, count = columns.pop("gradient"), 1 if not layout.sequences else layout.sequences.count
+    share = shares(columns.get("d_hidden", gradient))
+    columns = {"gradient": gradient, "gradient_share": share, **columns}
+    lengths = sequence.bincount(minlength=count).tolist()
+    sequences = _sequences(columns, sequence, lengths, groups, rewards, truncated, prompts)
+    words = None
+    if tokenizer is not None:
+        if ids is None:
+            raise ValueError("targets: expected token ids for a tokenizer; got None")
+        if texts is not None:
+            raise ValueError("tokenizer: expected None with texts; got one")
+        words = [_decoded(tokenizer, x.tolist()) for x in ids.split(lengths)]
+    elif texts is not None:
+        rows = zip(_per_sequence("texts", texts, count), position.split(lengths), strict=True)
+        words = [_texts(i, *row) for i, row in enumerate(rows)]
+    explanation = Explanation(
+        columns, sequence, position, sequences, group_sums(sequences), [], words, ids, loss
+    )
+    return replace(explanation, causes=rank(explanation, thresholds))
+
+
+def _columns(
+    config: GRPOLossConfig, inputs: LossInputs, logps: Tensor, entropy: Tensor | None
+) -> dict[str, Tensor]:
+    """The columns that follow from the loss, `[N]`, by their names and in their order."""
+    backend = select_backend("auto", logps.device)
+    gradients = policy_loss_and_grads(config, inputs, logps, entropy, backend, grad=True)
+    with torch.no_grad():
+        tokens = tokens_of(config, inputs, logps, entropy)
+        scale, chosen = surrogate_scale(config, tokens)
+        policy, kl = token_losses(config, inputs, tokens, scale)
+        values = token_values(config, inputs, tokens, None, None).means
+        parts = {"policy": inputs.weights * policy}
+        if kl is not None:
+            parts["kl_loss"] = inputs.weights * kl
+        elif inputs.kl is not None and (slope := d_kl(config, inputs)) is not None:
+            parts["kl_loss"] = slope * inputs.kl
+        if inputs.ce_weights is not None:
+            parts["ce_loss"] = cross_entropy_terms(inputs.ce_weights, logps)
+        if config.entropy_coef and tokens.entropy is not None:
+            bonus, count = entropy_in_bonus(inputs, tokens.entropy, chosen)
+            parts["entropy_loss"] = -config.entropy_coef * bonus / count
+    sampler, old = tokens.sampling_logps, tokens.old_logps
+    columns = {
+        "gradient": gradients.d_logps,
+        "entropy_gradient": gradients.d_entropy,
+        "loss": torch.stack([*parts.values()]).sum(0),
+        **parts,
+        "ratio": values["ratio_mean"],
+        "clip": values["clip_high"].float() - values["clip_low"].float(),
+        "kl": values.get("kl"),
+        "logp": logps,
+        "entropy": entropy,
+        "advantage": inputs.advantages,
+        "weight": inputs.weights,
+        "importance_weight": tokens.importance_sampling_weights,
+        "dropped": None if scale is None else scale == 0,
+        "sampler_gap": None if sampler is None else old - sampler,
+        "log_ratio": None if inputs.old_logps is None else tokens.log_ratio,
+    }
+    return {name: x.float() for name, x in columns.items() if x is not None}
+
+
+def _to_cpu(
+    layout: Layout, inputs: LossInputs, columns: dict[str, Tensor], ids: Tensor | None, loss: Tensor
+) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor | None, float]:
+    """The columns of the tokens that count, their sequences, positions and ids, and the loss."""
+    index, sequences = torch.arange(layout.num_tokens, device=layout.device), layout.sequences
+    sequence = torch.zeros_like(index)
+    if sequences is not None:
+        sequence = sequences.spread(torch.arange(sequences.count, device=layout.device))
+    shown = torch.ones_like(index) if inputs.mask is None else inputs.mask.long()
+    table = torch.stack([
+        x if name in _OF_ALL else x.masked_fill(shown == 0, torch.nan)
+        for name, x in columns.items()
+    ])  # fmt: skip
+    if inputs.ce_weights is not None:
+        shown = shown | (inputs.ce_weights != 0)
+    rows = [shown, sequence, index - torch.searchsorted(sequence, sequence)]
+    whole = torch.stack(rows if ids is None else [*rows, ids]).cpu()
+    numbers = torch.cat([table.flatten(), loss.detach().float().reshape(1)]).cpu()
+    at = whole[0] != 0
+    values = dict(zip(columns, numbers[:-1].view(table.shape)[:, at], strict=True))
+    sequence, position, *rest = whole[1:, at]
+    return values, sequence, position, rest[0] if rest else None, numbers[-1].item()
+
+
+def _check_sum(losses: Tensor, loss: float) -> None:
+    total, size = losses.sum(dtype=torch.float64), losses.abs().sum(dtype=torch.float64)
+    if total.isfinite() and not abs(total - loss) <= 1e-3 * size + 1e-6:
+        raise ValueError(
+            "out.loss: expected the sum of what each token has in it, "
+            f"{total:.6g}; got {loss:.6g}: pass the arguments of the call that returned it"
+        )
+
+
+def _sequences(
+    columns: dict[str, Tensor], sequence: Tensor, lengths: list[int], groups: Any, rewards: Any,
+    truncated: Any, prompts: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The sums and facts of each sequence."""
+    in_policy = ~columns["advantage"].isnan()
+
+    def sums(x: Tensor, where: Tensor | bool = True) -> list[float]:
+        x = torch.where(torch.as_tensor(where), x, 0.0).double()
+        return x.new_zeros(len(lengths)).index_add_(0, sequence, x).tolist()
+
+    facts: dict[str, list[Any]] = {
+        "group": _groups(groups, len(lengths)),
+        "length": lengths,
+        "loss_share": sums(shares(columns["loss"])),
+        "gradient_share": sums(columns["gradient_share"]),
+    }
+    tokens = sums(in_policy)
+    if "kl" in columns:
+        facts["kl_share"] = sums(shares(torch.where(in_policy, columns["kl"], 0.0)))
+    pairs = zip(sums(columns["advantage"], in_policy), tokens, strict=True)
+    facts["advantage"] = [x / n if n else None for x, n in pairs]
+    for name, x in (("reward", rewards), ("truncated", truncated), ("prompt", prompts)):
+        if x is not None:
+            argument = {"reward": "rewards", "prompt": "prompts"}.get(name, name)
+            facts[name] = _per_sequence(argument, x, len(lengths))
+    return [
+        {name: x[i] for name, x in facts.items() if x[i] is not None or name == "group"}
+        for i in range(len(lengths))
+    ]
+
+
+def _per_sequence(name: str, x: Any, count: int) -> list[Any]:
+    if not isinstance(x, (Tensor, Sequence)) or isinstance(x, str):
+        raise TypeError(f"{name}: expected a list or tensor; got {type(x).__name__}")
+    values = x.tolist() if isinstance(x, Tensor) else list(x)
+    if len(values) != count:
+        raise ValueError(f"{name}: expected one for each of {count} sequences; got {len(values)}")
+    return values
+
+
+def _groups(groups: Any, count: int) -> list[Any]:
+    if groups is None or not isinstance(groups, int) or isinstance(groups, bool):
+        return [None] * count if groups is None else _per_sequence("groups", groups, count)
+    if groups < 1 or count % groups:
+        raise ValueError(
+            f"groups: expected a divisor of the number of sequences, {count}; got {groups}"
+        )
+    return [i // groups for i in range(count)]
+
+
+def _texts(sequence: int, texts: Sequence[str], position: Tensor) -> list[str]:
+    """The texts of the tokens that count."""
+    if len(texts) == len(position):
+        return [*texts]
+    last = int(position[-1]) if len(position) else -1
+    if len(texts) <= last:
+        raise ValueError(
+            f"texts[{sequence}]: expected {len(position)} texts, or {last + 1} and more for all "
+            f"positions; got {len(texts)}"
+        )
+    return [texts[i] for i in position.tolist()]
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> list[str]:
+    """A text per token: what it adds to that of the tokens before it.
+
+    By itself a token may lose its space, and bytes of a character have no text until the last.
+    """
+    decode, texts = cache(lambda *x: tokenizer.decode([*x])), []
+    known: tuple[int, ...] = ()
+    pending: tuple[int, ...] = ()
+    for token in ids:
+        pending = (*pending, token)
+        before, text = decode(*known) if known else "", decode(*known, *pending)
+        text = text[len(before) :] if text.startswith(before) else decode(*pending)
+        texts.append(text)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) > 7:
+            known, pending = pending, ()
+        else:
+            texts[-1] = "\N{REPLACEMENT CHARACTER}"
+    return texts

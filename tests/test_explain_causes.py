@@ -1,0 +1,401 @@
+"""Steps with a planted cause, which the ranking names first, and steps with none."""
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels import group_advantages, grpo_loss
+from grpo_kernels.explain import Thresholds, explain
+from grpo_kernels.explain.causes import rank
+from tests.helpers.batches import config
+
+T, G, V, END = 300, 8, 96, 3
+
+
+@dataclass
+class Step:
+    """A step as a run has it: peaked softmaxes of which targets are samples, eight groups."""
+
+    seed: int
+    B: int = 64
+    options: dict[str, Any] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.g = g = torch.Generator().manual_seed(self.seed)
+        B = self.B
+        lengths = (5 * 60 ** torch.rand(B, generator=g)).long() if self.seed % 2 else None
+        self.lengths = torch.randint(5, T + 1, (B,), generator=g) if lengths is None else lengths
+        peaked = torch.where(torch.rand(B, T, 1, generator=g) < 0.6, 12.0, 3.0)
+        logits = peaked * torch.randn(B, T, V, generator=g)
+        p = logits.softmax(-1)
+        self.targets = torch.multinomial(p.view(-1, V), 1, generator=g).view(B, T)
+        self.logps = logits.log_softmax(-1).gather(-1, self.targets[..., None])[..., 0]
+        self.entropy = -(p * p.clamp(min=1e-38).log()).sum(-1)
+        self.old_logps = self.logps + self.noise(0.07)
+        self.ref_logps = self.logps + self.noise(0.15)
+        self.sampling_logps = self.old_logps + self.noise(0.02)
+        solved = torch.rand(B // G, 1, generator=g) * 0.5 + 0.25
+        self.rewards = (torch.rand(B // G, G, generator=g) < solved).float()
+        self.rewards[:, :2], self.rewards[:, 2:4] = 0.0, 1.0  # no group of one odd reward
+        self.rewards = self.rewards.flatten()
+        self.truncated = self.lengths >= 297
+        self.rows, self.hole = torch.arange(B), 0
+        self.targets[self.rows, self.lengths - 1] = END
+
+    def noise(self, size):
+        return size * torch.randn(self.B, T, generator=self.g)
+
+    @property
+    def mask(self):
+        at = torch.arange(T)
+        return (at < self.lengths[:, None]) & ((at < 15 - self.hole) | (at >= 15))
+
+    def somewhere(self, count, *, positive=None):
+        """Tokens that are trained, of one sign of the advantage if it says so."""
+        advantages = group_advantages(self.rewards, G)
+        where = self.mask & (advantages != 0)[:, None]
+        if positive is not None:
+            where &= ((advantages > 0) == positive)[:, None]
+        at = where.flatten().nonzero().flatten()
+        chosen = torch.zeros(self.B * T, dtype=torch.bool)
+        chosen[at[torch.randperm(len(at), generator=self.g)[:count]]] = True
+        return chosen.view(self.B, T)
+
+    def explain(self):
+        mask, advantages = self.mask, group_advantages(self.rewards, G)
+        names = ("old_logps", "ref_logps", "sampling_logps")
+        tensors = {x: getattr(self, x).masked_fill(~mask, math.nan) for x in names}
+        loss = config(**{"beta": 0.04, **self.options})
+        logps = self.logps.masked_fill(~mask, math.inf)
+        entropy = self.entropy.masked_fill(~mask, -math.inf)
+        out = grpo_loss(logps, advantages, mask, entropy=entropy, config=loss, **tensors)
+        known = {"groups": G, "truncated": self.truncated, **self.known}
+        return explain(out, self.targets, advantages, mask, config=loss, **tensors, **known)
+
+
+def ratio(step):
+    at = step.somewhere(6, positive=False)
+    step.old_logps = torch.where(at, step.logps - 5.0, step.old_logps)
+    step.sampling_logps = step.old_logps + step.noise(0.02)
+    return at
+
+
+def kl(step):
+    at = step.somewhere(3)
+    step.ref_logps = torch.where(at, step.logps + 10.0, step.ref_logps)
+    return at
+
+
+def kl_all_over(step):
+    step.ref_logps = step.logps + 4.0 + step.noise(0.3)
+
+
+def short(step):
+    step.options["loss_type"] = "grpo"
+    step.lengths[[3, 20, 33, 51, 62]] = 1
+
+
+def long(step):
+    """A sequence that a loss of sums over sequences has for a tenth of all tokens and more."""
+    step.options |= {"loss_type": "luspo", "importance_sampling_level": "sequence"}
+    step.lengths = step.lengths.clamp(max=12)
+    step.lengths[9] = 300
+
+
+def group(step):
+    step.rewards = torch.zeros(step.B)
+    step.rewards[8:12] = 1.0
+    step.rewards[37] = 1.0
+    step.known["rewards"] = step.rewards
+    step.lengths[8:16] = step.lengths[8:16].clamp(max=40)
+    step.lengths[37] = 150
+
+
+def sampler_ends(step):
+    step.sampling_logps[step.rows, step.lengths - 1] -= 2.0
+
+
+def sampler_everywhere(step):
+    step.sampling_logps += step.noise(0.17)
+
+
+def sampler_after_a_tool(step):
+    step.lengths, step.hole = step.lengths.clamp(min=30), 6
+    step.sampling_logps[:, 15] += 1.5
+
+
+def sampler_of_rare_ids(step):
+    at = step.somewhere(120)
+    step.targets[at] = 1000 + torch.arange(120)
+    step.sampling_logps[at] -= 1.0
+
+
+def shifted(step):
+    """Targets of the next position: log-probs are those of some other token."""
+    step.logps = -9.0 + step.noise(2.0)
+    step.old_logps = step.logps + step.noise(0.07)
+    step.ref_logps = step.logps + step.noise(0.15)
+    step.sampling_logps = step.old_logps + step.noise(0.02)
+
+
+def hotter(step):
+    """Samples at temperature 1.5, scored at 1."""
+    p = torch.full((step.B, T, V), 0.0)
+    logits = 4.0 * torch.randn(step.B, T, V, generator=step.g)
+    drawn = torch.multinomial((logits / 1.5).softmax(-1).view(-1, V), 1, generator=step.g)
+    p = logits.log_softmax(-1)
+    step.targets = drawn.view(step.B, T)
+    step.logps = p.gather(-1, step.targets[..., None])[..., 0]
+    step.entropy = -(p.exp() * p).sum(-1)
+    for name in ("old_logps", "ref_logps", "sampling_logps"):
+        setattr(step, name, step.logps + step.noise(0.02))
+
+
+def prompt_in_mask(step):
+    """Fifteen tokens of a template in a quarter of the sequences."""
+    at = torch.zeros(step.B, T, dtype=torch.bool)
+    at[::4, :15] = True
+    for name in ("logps", "old_logps", "ref_logps", "sampling_logps"):
+        setattr(step, name, torch.where(at, -17.0 + step.noise(0.05), getattr(step, name)))
+    return at & step.mask
+
+
+def banned(step):
+    at = step.somewhere(1)
+    for name in ("logps", "old_logps", "ref_logps", "sampling_logps"):
+        getattr(step, name)[at] = -40.0
+    return at
+
+
+def collapse(step):
+    step.entropy = step.entropy * 0 + 0.004 * torch.rand(step.B, T, generator=step.g)
+    for name in ("logps", "old_logps", "ref_logps", "sampling_logps"):
+        setattr(step, name, -step.entropy + step.noise(1e-4))
+
+
+def truncated(step):
+    step.truncated = torch.rand(step.B, generator=step.g) < 0.4
+    step.lengths[step.truncated] = T
+
+
+def learning_rate(step):
+    step.known["next_logps"] = step.logps + step.noise(0.6)
+
+
+def drift(step):
+    """Several updates on one rollout, with a learning rate that is too high."""
+    step.old_logps = step.logps + step.noise(0.5)
+    step.sampling_logps = step.old_logps + step.noise(0.02)
+
+
+def importance_weights(step):
+    """Small differences add up over a sequence, whose weight the mask then drops."""
+    step.options |= {"is_correction": "sequence_mask", "is_clip_max": 1.5}
+    step.sampling_logps = step.old_logps - 0.015 * torch.randn(step.B, 1, generator=step.g).abs()
+    step.lengths = step.lengths.clamp(min=80)
+
+
+def importance_cap(step):
+    step.options |= {"is_correction": "sequence_truncate", "is_clip_max": 20.0}
+    step.sampling_logps[::8] -= 4.0 / step.lengths[::8, None]
+
+
+def off_policy(step):
+    step.options |= {"off_policy_threshold": 0.03}
+    step.sampling_logps[::2] += 0.06
+
+
+def single_token(step):
+    at = step.somewhere(1)
+    step.known["d_hidden"] = torch.randn(step.B, T, 8, generator=step.g)
+    step.known["d_hidden"][at] *= 1500.0
+    return at
+
+
+def clipped(step):
+    """Most tokens have left the clip range in the direction of their advantage."""
+    sign = group_advantages(step.rewards, G).sign()[:, None]
+    step.old_logps = step.logps - sign * (0.3 + step.noise(0.02).abs())
+    step.sampling_logps = step.old_logps + step.noise(0.02)
+
+
+def not_finite(step):
+    at = step.somewhere(2)
+    step.logps[at] = math.nan
+    return at
+
+
+PLANTED = {
+    ratio: "ratio", kl: "kl", kl_all_over: "kl", short: "length", long: "length", group: "group",
+    sampler_ends: "sampler", sampler_everywhere: "sampler", sampler_after_a_tool: "sampler",
+    sampler_of_rare_ids: "sampler", shifted: "unsampled", hotter: "unsampled",
+    prompt_in_mask: "unsampled", banned: "unsampled", collapse: "entropy", truncated: "truncated",
+    learning_rate: "learning_rate", drift: "learning_rate", single_token: "token",
+    importance_weights: "importance_weight", importance_cap: "importance_weight",
+    off_policy: "importance_weight", clipped: "clipped", not_finite: "not_finite",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", (0, 1))
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda x: x.__name__)
+def test_a_planted_cause_comes_first(plant, seed):
+    step = Step(seed)
+    at, explanation = plant(step), None
+    explanation = step.explain()
+    assert [x.name for x in explanation.causes][:1] == [PLANTED[plant]], str(explanation)
+    cause = explanation.causes[0]
+    places = list(zip(explanation.sequence.tolist(), explanation.position.tolist(), strict=True))
+    assert 0 < len(cause.tokens) <= 20 and set(cause.tokens) <= set(places)
+    if at is not None:
+        assert set(cause.tokens) <= {(int(b), int(t)) for b, t in at.nonzero()}
+    assert rank(replace(explanation, causes=[])) == explanation.causes
+
+
+CLEAN = {
+    "dapo": {}, "grpo": {"loss_type": "grpo"}, "gspo": {"loss_type": "gspo"},
+    "corrected": {"is_correction": "token_truncate"}, "entropy": {"top_entropy_quantile": 0.2},
+    "bonus": {"entropy_coef": 0.01, "loss_type": "luspo"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", CLEAN)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_clean_step_has_no_cause(seed, options):
+    step = Step(seed, options=CLEAN[options])
+    step.known["next_logps"] = step.logps + step.noise(0.03)
+    explanation = step.explain()
+    assert explanation.causes == [], str(explanation)
+    assert re.match(
+        r"nothing stands out: the largest shares of the gradient are \d\.\d% \(sequence \d+, token "
+        r"\d+\) and \d+\.\d% \(sequence \d+\)$", str(explanation),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", (0, 1))
+@pytest.mark.parametrize(
+    "plants",
+    ((ratio, kl), (short, sampler_ends), (learning_rate, banned), (truncated, single_token),
+     (drift, ratio), (collapse, kl)),
+    ids=lambda plants: "-".join(x.__name__ for x in plants),
+)  # fmt: skip
+def test_two_causes_are_both_named(plants, seed):
+    """The one with the larger share first."""
+    step = Step(seed)
+    for plant in plants:
+        plant(step)
+    causes = step.explain().causes
+    assert {PLANTED[plant] for plant in plants} <= {x.name for x in causes}
+    assert [x.share for x in causes] == sorted((x.share for x in causes), reverse=True)
+
+
+WHERE = {
+    sampler_ends: "at the ends of completions", sampler_everywhere: "all over",
+    sampler_after_a_tool: "right after a gap in the mask", sampler_of_rare_ids: "at ids seen once",
+    shifted: "probably shifted by one", prompt_in_mask: "of a prompt, a template or a tool",
+    importance_cap: "up to 20 (the same for several)", importance_weights: "masks drop",
+    learning_rate: "moved log-probs by 0.48 nats", drift: "half of all log-probs",
+    short: "5 short sequences", long: "1 sequences of over 5 times", group: "sequence 37, the only",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", WHERE, ids=lambda x: x.__name__)
+def test_the_text_says_where(plant):
+    step = Step(0)
+    plant(step)
+    cause = step.explain().causes[0]
+    assert WHERE[plant] in cause.text and re.search(r"sequence \d+ token \d+ -?\d", cause.text)
+
+
+def test_shifted_targets_show_in_the_samplers_log_probs_too():
+    step = Step(0)
+    sampler = step.sampling_logps
+    shifted(step)
+    step.sampling_logps = sampler
+    assert {"unsampled", "sampler"} <= {x.name for x in step.explain().causes}
+
+
+def test_a_group_is_known_by_its_advantages_too():
+    step = Step(0)
+    group(step)
+    del step.known["rewards"]
+    explanation = step.explain()
+    assert [x.name for x in explanation.causes][:1] == ["group"]
+
+
+def tiny(logps, advantages, mask=None, **more):
+    logps = torch.as_tensor(logps)
+    out = grpo_loss(logps, torch.tensor(advantages), mask)
+    return explain(out, None, torch.tensor(advantages), mask, **more)
+
+
+def test_steps_that_have_little():
+    B, T = 4, 6
+    logps = torch.full((B, T), -0.5)
+    nothing = tiny(logps, [0.0] * B)
+    assert nothing.causes == [] and str(nothing) == "nothing stands out: no token has a gradient"
+    assert not nothing.columns["gradient_share"].any()
+    empty = tiny(logps, [1.0, -1.0, 1.0, -1.0], torch.zeros(B, T, dtype=torch.bool))
+    assert empty.causes == [] and str(empty) == "nothing stands out: no token counts"
+    assert [row["length"] for row in empty.sequences] == [0] * B
+    one = torch.zeros(B, T, dtype=torch.bool)
+    one[2, 3] = True
+    one = tiny(logps, [1.0, -1.0, 1.0, -1.0], one)
+    assert one.causes == [] and one.columns["gradient_share"].tolist() == [1.0]
+    assert tiny(logps[:1], [1.0], groups=1).causes == []
+    assert tiny(torch.zeros(0, 5), []).causes == []
+
+
+def test_a_token_of_cross_entropy_alone():
+    logps, weights = torch.full((1, 3), -0.5), torch.tensor([[0.0, 0.5, 0.0]])
+    args = torch.ones(1), torch.zeros(1, 3)
+    out = grpo_loss(logps, *args, ce_weights=weights)
+    explanation = explain(out, None, *args, ce_weights=weights)
+    assert explanation.causes == [] and explanation.columns["gradient"].tolist() == [-0.5]
+    assert explanation.columns["ratio"].isnan().all() and explanation.loss == 0.25
+
+
+def test_all_completions_truncated():
+    step = Step(0)
+    step.truncated[:] = True
+    cause = step.explain().causes[0]
+    assert (cause.name, cause.share) == ("truncated", pytest.approx(1))
+
+
+def test_columns_that_a_file_may_lack():
+    """Causes rank what is there, of the other trainers' exports too."""
+    step = Step(0)
+    sampler_everywhere(step)
+    whole = step.explain()
+    for missing in whole.columns:
+        columns = {name: x for name, x in whole.columns.items() if name != missing}
+        names = {x.name for x in rank(replace(whole, columns=columns))}
+        assert names == (set() if missing == "sampler_gap" else {"sampler"})
+    assert rank(replace(whole, columns={})) == []
+
+
+@pytest.mark.parametrize(
+    ("plant", "limit"),
+    ((ratio, "share"), (ratio, "ratio"), (kl, "times"), (kl_all_over, "kl"), (short, "length"),
+     (long, "long"), (group, "sequence"), (sampler_everywhere, "median_gap"),
+     (sampler_of_rare_ids, "gap"), (hotter, "mean_surprise"), (banned, "surprise"),
+     (prompt_in_mask, "tokens"), (collapse, "entropy"), (truncated, "truncated"),
+     (learning_rate, "moved"), (importance_cap, "weight"), (off_policy, "dropped"),
+     (clipped, "clipped")),
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)  # fmt: skip
+def test_a_threshold_decides(plant, limit):
+    """Beyond one that nothing passes the cause is not named."""
+    step = Step(0)
+    plant(step)
+    explanation = step.explain()
+    if limit == "entropy":
+        unnamed = rank(explanation, Thresholds(entropy=1e-9))
+    else:
+        unnamed = rank(explanation, Thresholds(**{limit: 1e6}))
+    assert PLANTED[plant] in {x.name for x in explanation.causes}
+    assert PLANTED[plant] not in {x.name for x in unnamed}
