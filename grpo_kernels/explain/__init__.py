@@ -1,0 +1,1 @@
+"""Tells which tokens, sequences and groups a step's loss comes from, and why."""
