@@ -1,7 +1,7 @@
-"""Why a step's loss is what it is, token by token."""
+"""Tells why a step's loss is what it is, token by token."""
 
 from .causes import Thresholds
 from .explanation import Cause, Explanation
-from .tokens import explain
+from .tokens import explain, join
 
-__all__ = ["Cause", "Explanation", "Thresholds", "explain"]
+__all__ = ["Cause", "Explanation", "Thresholds", "explain", "join"]

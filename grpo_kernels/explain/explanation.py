@@ -6,7 +6,6 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -67,10 +66,13 @@ class Explanation:
         """Writes one page (`.html`), or a row per sequence (`.jsonl`); replaces the file."""
         match Path(path).suffix:
             case ".html":
-                page = import_module(".page", __package__).html(self)
-                Path(path).write_text(page, encoding="utf-8")
+                from .page import html
+
+                Path(path).write_text(html(self), encoding="ascii")
             case ".jsonl":
-                import_module(".records", __package__).write_jsonl(self, path)
+                from .records import write_jsonl
+
+                write_jsonl(self, path)
             case other:
                 raise ValueError(f"path: expected a name in .html or .jsonl; got {other or path!r}")
 
@@ -81,6 +83,23 @@ def shares(x: Tensor) -> Tensor:
     # Relative to the largest, so that no sum overflows.
     size = size / size.max().clamp(min=torch.finfo(x.dtype).tiny) if size.numel() else size
     return size / size.sum(dtype=torch.float64).clamp(min=1).to(x.dtype)
+
+
+def sums_of(x: Tensor, sequence: Tensor, count: int) -> list[float]:
+    """Sums over each of `count` sequences, added up in float64."""
+    zeros = x.new_zeros(count, dtype=torch.float64)
+    sums: list[float] = zeros.index_add_(0, sequence, x.double()).tolist()
+    return sums
+
+
+def sequence_shares(
+    columns: Mapping[str, Tensor], sequence: Tensor, count: int
+) -> dict[str, list[float]]:
+    """Shares of each sequence in the step's loss, gradient and, where there is one, KL."""
+    parts = {"loss_share": shares(columns["loss"]), "gradient_share": columns["gradient_share"]}
+    if "kl" in columns:  # none at tokens outside of the mask
+        parts["kl_share"] = shares(torch.where(columns["advantage"].isnan(), 0.0, columns["kl"]))
+    return {name: sums_of(x, sequence, count) for name, x in parts.items()}
 
 
 def group_sums(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

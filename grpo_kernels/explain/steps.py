@@ -1,4 +1,4 @@
-"""Which steps of a run are explained, and where their pages go."""
+"""Steps of a run that are explained, and the folder of their pages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class ExplainedSteps:
         page = folder / f"step-{step:06d}.html"
         explanation.write(page)
         explanation.write(page.with_suffix(".jsonl"))
-        first = f"{explanation.causes[0].name}: {explanation.causes[0].text}; " if (
-            explanation.causes
-        ) else ""
+        first = (
+            f"{explanation.causes[0].name}: {explanation.causes[0].text}; "
+            if (explanation.causes)
+            else ""
+        )
         return f"step {step} explained ({why}): {first}see {page}"

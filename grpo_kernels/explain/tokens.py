@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,11 +24,17 @@ from ..loss.metrics import token_values
 from ..loss.objective import entropy_in_bonus, surrogate_scale, token_losses, tokens_of
 from ..loss.tokens import LossInputs
 from .causes import Thresholds, rank
-from .explanation import Explanation, group_sums, shares
+from .explanation import Explanation, group_sums, sequence_shares, shares, sums_of
 
 # Columns with a value at tokens outside of the mask, which only `ce_weights` have.
 _OF_ALL = ("gradient", "entropy_gradient", "gradient_share", "loss", "policy", "kl_loss", "ce_loss",
            "entropy_loss", "logp", "entropy", "moved", "d_hidden")  # fmt: skip
+
+# Columns that are linear in the loss.
+_SCALED = (
+    "gradient", "entropy_gradient", "loss", "policy", "kl_loss", "ce_loss", "entropy_loss",
+    "weight", "d_hidden",
+)  # fmt: skip
 
 
 def explain(
@@ -164,6 +172,41 @@ def explain(
     return replace(explanation, causes=rank(explanation, thresholds))
 
 
+def join(parts: Sequence[Explanation], scales: Sequence[float] | None = None) -> Explanation:
+    """The explanation of a step whose loss is the sum of several calls' losses.
+
+    Args:
+        parts: the calls, one at least, with columns of the same names. Sequences of one group id
+            are one group.
+        scales: factor of each call's loss in the step's, 1 / number of calls say; None: 1.
+    """
+    factors = [1.0] * len(parts) if scales is None else scales
+    columns = {
+        name: torch.cat([
+            part.columns[name] * (factor if name in _SCALED else 1.0)
+            for part, factor in zip(parts, factors, strict=True)
+        ])
+        for name in parts[0].columns
+    }  # fmt: skip
+    columns["gradient_share"] = shares(columns.get("d_hidden", columns["gradient"]))
+    firsts = [0, *accumulate(len(part.sequences) for part in parts)]
+    sequence = torch.cat([x.sequence + first for x, first in zip(parts, firsts, strict=False)])
+    known = sequence_shares(columns, sequence, firsts[-1])
+    sequences = [
+        row | {name: values[i] for name, values in known.items()}
+        for i, row in enumerate(row for part in parts for row in part.sequences)
+    ]
+    texts, ids = [part.texts for part in parts], [part.token_ids for part in parts]
+    joined = Explanation(
+        columns, sequence, torch.cat([part.position for part in parts]), sequences,
+        group_sums(sequences), [],
+        None if None in texts else [row for rows in texts for row in rows or []],
+        None if any(x is None for x in ids) else torch.cat([x for x in ids if x is not None]),
+        math.fsum((part.loss or 0.0) * factor for part, factor in zip(parts, factors, strict=True)),
+    )  # fmt: skip
+    return replace(joined, causes=rank(joined))
+
+
 def _columns(
     config: GRPOLossConfig, inputs: LossInputs, logps: Tensor, entropy: Tensor | None
 ) -> dict[str, Tensor]:
@@ -244,23 +287,15 @@ def _sequences(
     truncated: Any, prompts: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The sums and facts of each sequence."""
-    in_policy = ~columns["advantage"].isnan()
-
-    def sums(x: Tensor, where: Tensor | bool = True) -> list[float]:
-        x = torch.where(torch.as_tensor(where), x, 0.0).double()
-        return x.new_zeros(len(lengths)).index_add_(0, sequence, x).tolist()
-
+    count = len(lengths)
     facts: dict[str, list[Any]] = {
-        "group": _groups(groups, len(lengths)),
+        "group": _groups(groups, count),
         "length": lengths,
-        "loss_share": sums(shares(columns["loss"])),
-        "gradient_share": sums(columns["gradient_share"]),
+        **sequence_shares(columns, sequence, count),
     }
-    tokens = sums(in_policy)
-    if "kl" in columns:
-        facts["kl_share"] = sums(shares(torch.where(in_policy, columns["kl"], 0.0)))
-    pairs = zip(sums(columns["advantage"], in_policy), tokens, strict=True)
-    facts["advantage"] = [x / n if n else None for x, n in pairs]
+    in_policy = ~columns["advantage"].isnan()
+    sums = (sums_of(x, sequence, count) for x in (columns["advantage"].nan_to_num(), in_policy))
+    facts["advantage"] = [x / n if n else None for x, n in zip(*sums, strict=True)]
     for name, x in (("reward", rewards), ("truncated", truncated), ("prompt", prompts)):
         if x is not None:
             argument = {"reward": "rewards", "prompt": "prompts"}.get(name, name)

@@ -20,12 +20,13 @@ import inspect
 import types
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..base.checks import check_bool, check_tensor
+from ..base.outputs import GRPOLossOutput
 from ..fused_grpo_loss import fused_grpo_loss
 from ..head.execution import Execution, check_execution
 from ..head.linear_logprobs import linear_logprobs
@@ -46,6 +47,9 @@ from .hf_head import (
     register_with_zero3,
 )
 from .reused import Reused
+
+if TYPE_CHECKING:
+    from ..explain import Explanation
 
 try:
     from transformers import PreTrainedModel

@@ -394,7 +394,7 @@ def _compute_loss(
             return compute_trl_loss(model, inputs)
         objective, scale = objective_of(trainer, inputs, None)
         trl_loss = compute_trl_loss(model, inputs)
-        explainer.add(inputs, model.objective.output, objective, scale)
+        explainer.add(inputs, model.objective.output, trl_loss, objective, scale)
         return trl_loss
     length = inputs["completion_ids"].shape[1]
     support = batch_support(inputs[KEY], length) if _replay(trainer) else None
@@ -407,9 +407,9 @@ def _compute_loss(
     trl_loss = compute_trl_loss(call, inputs)
     out = objective.output
     assert out is not None and out.loss is not None
-    if (explainer := _explainer(trainer)) is not None:
-        explainer.add(inputs, out, objective, scale)
     our_loss, trl_policy_loss = out.loss * scale, trl_loss.detach()
+    if (explainer := _explainer(trainer)) is not None:
+        explainer.add(inputs, out, our_loss, objective, scale)
     if trainer.aux_loss_enabled:
         assert out.aux_loss is not None
         coefficient = trainer.router_aux_loss_coef / max(1, accumulation_steps(trainer))

@@ -1,7 +1,7 @@
 """Explains steps of TRL's trainer with this library's head, token by token.
 
-    trainer = FusedGRPOTrainer(...)
-    trainer.add_callback(ExplainCallback(trainer, every=100))
+trainer = FusedGRPOTrainer(...)
+trainer.add_callback(ExplainCallback(trainer, every=100))
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..base.outputs import GRPOLossOutput
-from ..explain import Explanation, explain
-from ..explain.explanation import join
+from ..explain import Explanation, explain, join
 from ..explain.steps import ExplainedSteps
 from .transformers import Objective
 
@@ -57,12 +56,13 @@ class ExplainCallback(TrainerCallback):
         self.groups: dict[str, int] = {}  # by the prompt
         trainer._explainer = self
 
-    def add(self, inputs: dict[str, Any], out: Any, objective: Objective, scale: Any) -> None:
+    def add(
+        self, inputs: dict[str, Any], out: Any, loss: torch.Tensor, objective: Objective, scale: Any
+    ) -> None:
         """Keeps what a micro-batch's loss was computed from, until the next step begins."""
         if self.trainer.model.training and self.trainer.accelerator.is_main_process:
-            values = GRPOLossOutput(
-                out.loss, {}, out.logps.detach(), out.entropy.detach(), kl=getattr(out, "kl", None)
-            )
+            logps, entropy = out.logps.detach(), out.entropy.detach()
+            values = GRPOLossOutput(loss.detach() / scale, {}, logps, entropy, kl=out.kl)
             seen = {name: inputs[name] for name in _INPUTS if name in inputs}
             self.parts.append((partial(self._explain, seen, values, objective), scale))
 
@@ -87,6 +87,7 @@ class ExplainCallback(TrainerCallback):
         self, inputs: dict[str, Any], out: GRPOLossOutput, objective: Objective
     ) -> Explanation:
         trainer, ids, options = self.trainer, inputs["completion_ids"], objective.loss_arguments
+        assert objective.advantages is not None
         names = ("old_logps", "ref_logps", "num_items")
         config, sampling = objective.config, inputs.get("sampling_per_token_logps")
         more = {

@@ -1,0 +1,61 @@
+"""Says which tokens a step's loss comes from, and writes a page with them.
+
+python -m grpo_kernels.explain STEP.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from . import exports, page
+from .causes import rank
+from .explanation import Explanation
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_kernels.explain", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("file", type=Path, help="JSONL of an explanation; a parquet file of TRL's log_completions; "
+        "prime-rl's token export, a file or the folder of a step")  # fmt: skip
+    add("--output", type=Path, help="the page; default: FILE with .html")
+    add("--sort", choices=("call", "gradient"), default="call",
+        help="order of sequences at first: as in FILE, or by share of the gradient")  # fmt: skip
+    add("--tokenizer", help="name or folder; gives texts to a FILE with ids alone")
+    options = parser.parse_args(argv)
+    output = options.output or options.file.with_suffix(".html")
+    try:
+        if output == options.file:
+            raise ValueError(f"--output: expected another file than FILE; got {output}")
+        explanation = exports.read(options.file)
+        explanation = replace(explanation, causes=rank(explanation))
+        if options.tokenizer:
+            explanation = _with_texts(explanation, options.tokenizer)
+        text = page.html(explanation, title=options.file.name, sort=options.sort)
+        output.write_text(text, encoding="ascii")
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(str(error))
+    # A terminal would obey control characters.
+    for line in str(explanation).split("\n"):
+        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+    print(f"page: {output}")
+
+
+def _with_texts(explanation: Explanation, name: str) -> Explanation:
+    """Decodes the ids, one by one."""
+    if explanation.token_ids is None:
+        raise ValueError("--tokenizer: expected a file with token ids; got one without")
+    from transformers import AutoTokenizer
+
+    decode = AutoTokenizer.from_pretrained(name).decode
+    texts: list[list[str]] = [[] for _ in explanation.sequences]
+    for i, token in zip(explanation.sequence.tolist(), explanation.token_ids.tolist(), strict=True):
+        texts[i].append(decode([token]))
+    return replace(explanation, texts=texts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Explanations from files: JSONL of `records.py`, and exports of TRL and prime-rl."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .explanation import SHARES, Explanation, group_sums
+from .records import LARGEST
+
+# prime-rl's names of the columns that both have. Its ratio is the policy's to the sampler's.
+_PRIME_RL = {
+    "importance_ratio": "ratio", "trainer_logprobs": "logp", "entropy": "entropy",
+    "advantages": "advantage", "is_masked": "dropped", "log_importance_ratio": "sampler_gap",
+}  # fmt: skip
+# What is known of a sequence, and its tokens' columns by name.
+Row = tuple[dict[str, Any], dict[str, list[Any]]]
+
+
+def read(path: str | Path) -> Explanation:
+    """Reads a file of `write_jsonl`, or an export of TRL or prime-rl; the causes are not ranked.
+
+    The columns that an export has, under their names here:
+
+    - prime-rl, `token_exports/step_N/rank_R.jsonl`, or the folder of a step with all ranks: ids,
+      log-probs, entropy, ratio and gap to the sampler, advantage, and what its mask dropped, of the
+      trained tokens; rewards. Sequences that agree up to the first trained token are a group.
+    - TRL, `completions/completions_N.parquet` of `log_completions`: no tokens, so that words stand
+      for them, with the advantage as their only number; no length. Equal prompts are a group. The
+      only column of floats is the reward; several stay apart, as the file has no weights of them.
+
+    Raises:
+        ValueError: naming file and line, what was expected and what came.
+        ImportError: a parquet file needs pyarrow.
+    """
+    path = Path(path)
+    if path.suffix == ".parquet":
+        return _explanation(path, _read_trl(path))
+    files = sorted(path.glob("rank_*.jsonl")) if path.is_dir() else [path]
+    return _explanation(path, [row for file in files for row in _read_lines(file)])
+
+
+def _read_lines(path: Path) -> list[Row]:
+    result: list[Row] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            _expect(isinstance(row, dict), "an object", row)
+            result.append(_prime_rl(row) if "trainer_logprobs" in row else _own(row))
+            names, first = ([*tokens] for _, tokens in (result[-1], result[0]))
+            _expect(names == first, f"tokens with the columns of line 1, {first}", names)
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    return result
+
+
+def _own(row: dict[str, Any]) -> Row:
+    """Checks a row of `write_jsonl`. Sequences are counted anew: a file may have some of them."""
+    tokens, group = row.pop("tokens", None), row.get("group", "none")
+    _expect(isinstance(tokens, dict), "tokens: an object", tokens)
+    _expect(isinstance(tokens.get("position"), list), "tokens.position: a list", [*tokens])
+    _expect(type(group) in (int, type(None)), "group: a whole number or null", group)
+    sequence = {"group": group}
+    for name, x in row.items():
+        if name in SHARES or (x is not None and name in ("length", "advantage", "reward")):
+            sequence[name] = x if type(x) is int else _column(name, [x], 1, name)[0]
+        elif x is not None and name != "sequence":
+            sequence[name] = x
+    count = len(tokens["position"])
+    return sequence, {k: _column(k, x, count, f"tokens.{k}") for k, x in tokens.items()}
+
+
+def _prime_rl(row: dict[str, Any]) -> Row:
+    """Returns the trained tokens of a row of prime-rl."""
+    logps = row["trainer_logprobs"]
+    _expect(isinstance(logps, list), "trainer_logprobs: a list", logps)
+    names = ("loss_mask", "rewards", "is_masked_low", "is_masked_high", *_PRIME_RL)
+    columns = {x: _column(x, row.get(x, [None] * len(logps)), len(logps), x) for x in names}
+    columns["token_ids"] = _column("token_id", row.get("token_ids"), len(logps), "token_ids")
+    trained = [i for i, keep in enumerate(columns["loss_mask"]) if keep == 1]
+    start = trained[0] if trained else len(logps)
+    # Tokens before the first trained one are the prompt.
+    sequence = {"group": str(columns["token_ids"][:start]), "length": len(trained)}
+    columns = {name: [x[i] for i in trained] for name, x in columns.items()}
+    for name in ("reward", "advantage"):
+        values = set(columns[f"{name}s"]) - {math.nan}
+        sequence |= {name: values.pop()} if len(values) == 1 else {}
+    ends = zip(columns["is_masked_low"], columns["is_masked_high"], strict=True)
+    tokens = {"position": [i - start for i in trained], "token_id": columns["token_ids"]}
+    tokens |= {ours: columns[theirs] for theirs, ours in _PRIME_RL.items()}
+    return sequence, tokens | {"clip": [high - low for low, high in ends]}
+
+
+def _read_trl(path: Path) -> list[Row]:
+    try:
+        from pyarrow import parquet
+
+        rows = parquet.read_table(path).to_pylist()
+        for row in rows:
+            for name in ("prompt", "completion", "advantage"):
+                _expect(name in row, f"a column {name}", [*row])
+    except ImportError as error:
+        raise ImportError(f"{path}: parquet files need pyarrow: pip install pyarrow") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    result: list[Row] = []
+    for row in rows:
+        prompt, advantage = _text(row["prompt"]), row.pop("advantage")
+        floats = {name: x for name, x in row.items() if isinstance(x, float)}
+        rewards = {"reward": next(iter(floats.values()))} if len(floats) == 1 else floats
+        words = re.findall(r"\s*\S+|\s+", _text(row["completion"]))
+        tokens = {"position": [*range(len(words))], "text": words}
+        sequence = {"group": prompt, "prompt": prompt, "advantage": advantage, **rewards}
+        result.append((sequence, tokens | {"advantage": [advantage] * len(words)}))
+    return result
+
+
+def _text(x: str | Sequence[Mapping[str, Any]]) -> str:
+    return x if isinstance(x, str) else "\n".join(str(m.get("content") or "") for m in x)
+
+
+def _explanation(path: Path, rows: Sequence[Row]) -> Explanation:
+    if not rows:
+        raise ValueError(f"{path}: expected a row per sequence; got none")
+    prompts: dict[str, int] = {}
+    sequences, tokens = ([*part] for part in zip(*rows, strict=True))
+    for row in sequences:
+        if isinstance(row["group"], str):  # of an export: the prompt
+            row["group"] = prompts.setdefault(row["group"], len(prompts))
+    columns = {name: [x for row in tokens for x in row[name]] for name in tokens[0]}
+    position, ids = (
+        torch.tensor(columns.pop(name, []), dtype=torch.int64) for name in ("position", "token_id")
+    )
+    texts = [row["text"] for row in tokens] if columns.pop("text", None) is not None else None
+    numbers = {name: torch.tensor(x, dtype=torch.float32) for name, x in columns.items()}
+    return Explanation(
+        numbers, torch.repeat_interleave(torch.tensor([len(row["position"]) for row in tokens])),
+        position, sequences, group_sums(sequences), [], texts,
+        ids if "token_id" in tokens[0] else None,
+        numbers["loss"].nansum().item() if "loss" in numbers else None,
+    )  # fmt: skip
+
+
+def _column(name: str, values: Any, count: int, label: str) -> list[Any]:
+    """Checks a list of a row, and returns it with NaN and infinity."""
+    whole, text = name in ("position", "token_id"), name == "text"
+    types = (int,) if whole else (str,) if text else (int, float, bool, type(None))
+    kind = "whole numbers" if whole else "texts" if text else "numbers or null"
+    _expect(isinstance(values, list) and len(values) == count, f"{label}: {count} {kind}", values)
+    wrong = [x for x in values if type(x) not in types or (whole and x.bit_length() > 63)]
+    _expect(not wrong, f"{label}: {kind}", *wrong[:1] or [None])
+    if whole or text:
+        return list(values)
+    floats = [math.nan if x is None else float(x) for x in values]
+    return [math.copysign(math.inf, x) if abs(x) >= LARGEST else x for x in floats]
+
+
+def _expect(condition: bool, expected: str, got: object) -> None:
+    if not condition:
+        text = repr(got)
+        raise ValueError(f"expected {expected}; got {text[:100]}{'...' * (len(text) > 100)}")

@@ -1,0 +1,53 @@
+"""JSONL of an explanation, with one row per sequence.
+
+Numbers are strict JSON, which has neither NaN nor infinity: null stands for the first, the largest
+float32 for the second.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .explanation import Explanation
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+def write_jsonl(explanation: Explanation, path: str | Path) -> None:
+    """Writes one row per sequence: all of the explanation but its causes, which a reader ranks."""
+    e, lines = explanation, []
+    bounds = torch.searchsorted(e.sequence, torch.arange(len(e.sequences) + 1)).tolist()
+    for i, (start, end) in enumerate(pairwise(bounds)):
+        tokens: dict[str, list[Any]] = {"position": e.position[start:end].tolist()}
+        if e.token_ids is not None:
+            tokens["token_id"] = e.token_ids[start:end].tolist()
+        if e.texts is not None:
+            tokens["text"] = list(e.texts[i])
+        for name, column in e.columns.items():  # nine digits tell all float32 apart
+            tokens[name] = [float(f"{x:.9g}") for x in column[start:end].tolist()]
+        lines.append(dump({"sequence": i, **e.sequences[i], "tokens": tokens}) + "\n")
+    Path(path).write_text("".join(lines), encoding="ascii")
+
+
+def dump(x: Any) -> str:
+    """Returns a value as strict JSON, in ASCII."""
+    return json.dumps(_strict(x), allow_nan=False)
+
+
+def _strict(x: Any) -> Any:
+    """Replaces NaN and infinity by what stands for them in a file."""
+    if isinstance(x, Mapping):
+        return {str(key): _strict(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_strict(value) for value in x]
+    if isinstance(x, float) and not math.isfinite(x):
+        return None if math.isnan(x) else math.copysign(LARGEST, x)
+    return x

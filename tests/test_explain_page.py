@@ -1,0 +1,144 @@
+"""The page of an explanation: what it may load and run, what it holds, how large it is."""
+
+import base64
+import hashlib
+import json
+import re
+import struct
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from grpo_kernels.explain.page import html
+from tests.helpers.explanations import HOSTILE, TEXTS, explanation
+
+EMPTY = explanation(
+    columns={}, sequence=torch.tensor([]), position=torch.tensor([]), sequences=[], groups=[],
+    causes=[], texts=None, token_ids=None, loss=None,
+)  # fmt: skip
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.parts, self.tag = [], {}, None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tag = (tag, *(value for name, value in attributes if name == "type"))
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.parts[self.tag] = self.parts.get(self.tag, "") + data
+
+    def handle_endtag(self, tag):
+        self.tag = None
+
+    @property
+    def script(self):
+        return self.parts[("script",)]
+
+    def data(self):
+        def refuse(constant):
+            raise ValueError(f"not strict JSON: {constant}")
+
+        text = self.parts[("script", "application/json")]
+        return json.loads(text, parse_constant=refuse)
+
+
+def test_may_run_its_script_alone_and_load_nothing():
+    page = Page(html(explanation()))
+    (policy,) = (x["content"] for _, x in page.tags if x.get("http-equiv"))
+    hashes = {
+        part: base64.b64encode(hashlib.sha256(page.parts[(part,)].encode()).digest()).decode()
+        for part in ("style", "script")
+    }
+    assert policy == (
+        f"default-src 'none'; style-src 'sha256-{hashes['style']}'; "
+        f"script-src 'sha256-{hashes['script']}'; base-uri 'none'; form-action 'none'"
+    )
+    # Attributes with code or an address, which the policy refuses anyhow.
+    names = {name for _, attributes in page.tags for name in attributes}
+    assert not {x for x in names if x in ("src", "href", "style", "action") or x[:2] == "on"}
+    assert "url(" not in page.parts[("style",)] and "@import" not in page.parts[("style",)]
+
+
+def test_text_becomes_text_alone():
+    script = Page(html(explanation())).script
+    for way in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function("):
+        assert way not in script
+
+
+def test_hostile_text_adds_no_element():
+    page, empty = (Page(html(x, title=HOSTILE)) for x in (explanation(), EMPTY))
+    assert page.tags == empty.tags and page.script == empty.script
+    data = page.data()
+    assert data["title"] == data["causes"][0]["text"] == data["sequences"][1]["prompt"] == HOSTILE
+    assert data["texts"] == [list(texts) for texts in TEXTS] and HOSTILE in data["columns"]
+    assert html(explanation()).isascii()
+
+
+def test_numbers_keep_four_digits_and_what_is_none():
+    expected, data = explanation(), Page(html(explanation())).data()
+    assert data["loss"] == expected.loss and data["sequences"][2]["loss_share"] is None
+    assert data["sequence"] == expected.sequence.tolist()
+    assert data["position"] == expected.position.tolist()
+    assert data["token_ids"] == expected.token_ids.tolist()
+    assert list(data["columns"]) == list(expected.columns)
+    for name, column in expected.columns.items():
+        packed = base64.b64decode(data["columns"][name], validate=True)
+        floats = [
+            struct.unpack("<f", b"\0" + packed[i : i + 3])[0] for i in range(0, len(packed), 3)
+        ]
+        close = {"rtol": 2.0**-16, "atol": 1e-42, "equal_nan": True}
+        torch.testing.assert_close(torch.tensor(floats), column, **close)
+
+
+def test_columns_with_strides_and_the_nan_of_a_gpu():
+    column = torch.tensor([[1.0, 0.0], [float("nan"), 0.0]]).repeat(5, 1)[:, 0]
+    column[1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    (packed,) = Page(html(explanation(columns={"loss": column}))).data()["columns"].values()
+    assert packed == base64.b64encode(b"\0\x80\x3f" + b"\0\xc0\x7f").decode() * 5
+
+
+def test_64_000_tokens_are_less_than_8_mb():
+    """Per token: 18 columns, ids of five digits, a text of five letters."""
+    n, sequences = 1_000, 4
+    count = n * sequences
+    large = explanation(
+        columns={f"column {i}": torch.randn(count) for i in range(18)},
+        sequence=torch.arange(sequences).repeat_interleave(n),
+        position=torch.arange(n).repeat(sequences),
+        texts=[[" word"] * n for _ in range(sequences)],
+        token_ids=torch.randint(10_000, 100_000, (count,)),
+    )
+    per_token = (len(html(large)) - len(html(EMPTY))) / count
+    assert 64_000 * per_token + len(html(EMPTY)) < 8e6
+
+
+def test_the_order_at_first_is_one_that_the_page_has():
+    assert Page(html(EMPTY, sort="gradient")).data()["sort"] == "gradient"
+    with pytest.raises(ValueError, match="sort: expected 'call' or 'gradient'; got 'loss'"):
+        html(EMPTY, sort="loss")
+
+
+def luminance(colour):
+    digits = colour if len(colour) == 6 else "".join(2 * x for x in colour)
+    channels = (int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4))
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
+
+
+@pytest.mark.parametrize("scheme", (0, 1), ids=("light", "dark"))
+def test_text_is_readable_on_every_colour(scheme):
+    """WCAG's contrast for text, 4.5."""
+    style = Page(html(EMPTY)).parts[("style",)]
+    found = re.findall(r"--(\w+): light-dark\(#(\w+), #(\w+)\)", style)
+    colours = {name: luminance(pair[scheme]) for name, *pair in found}
+    behind = {"text": ("page", "card", "above", "below"), "muted": ("page", "card")}
+    for text, backgrounds in behind.items():
+        for background in backgrounds:
+            low, high = sorted((colours[text], colours[background]))
+            assert high / low >= 4.5, (text, background)
