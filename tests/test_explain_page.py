@@ -80,6 +80,11 @@ def test_hostile_text_adds_no_element():
     assert html(explanation()).isascii()
 
 
+def test_without_a_cause_the_page_says_so():
+    assert Page(html(explanation())).data()["nothing"] == ""
+    assert Page(html(EMPTY)).data()["nothing"] == str(EMPTY) != ""
+
+
 def test_numbers_keep_four_digits_and_what_is_none():
     expected, data = explanation(), Page(html(explanation())).data()
     assert data["loss"] == expected.loss and data["sequences"][2]["loss_share"] is None

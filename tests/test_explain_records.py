@@ -161,8 +161,9 @@ def test_prime_rl_exports_have_their_trained_tokens(tmp_path):
 def test_prime_rl_columns_that_a_loss_lacks_have_no_numbers(tmp_path):
     path = tmp_path / "rank_0.jsonl"
     none = dict.fromkeys(("importance_ratio", "is_masked", "is_masked_low"), [None] * 4)
-    path.write_text(prime_rl(**none))
+    path.write_text(prime_rl(**none, advantages=[0.1, 0.2, 0.3, 0.4]))
     columns = read(path).columns
+    assert "advantage" not in read(path).sequences[0]  # as it is not the same for all tokens
     assert columns["ratio"].isnan().all() and columns["clip"].isnan().all()
     assert not columns["logp"].isnan().any()
 
@@ -218,7 +219,7 @@ def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path, monkeypat
 def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, capsys):
     path = tmp_path / "step.jsonl"
     write_jsonl(explanation(), path)
-    monkeypatch.setattr(command, "_ranked", lambda x: explanation())
+    monkeypatch.setattr(command, "rank", lambda x: explanation().causes)
     command.main([str(path), "--sort", "gradient"])
     *lines, last = capsys.readouterr().out.splitlines()
     # A terminal gets no control characters from a text.
@@ -231,11 +232,11 @@ def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, ca
 def test_the_command_decodes_ids(tmp_path, monkeypatch):
     path, page = tmp_path / "rank_0.jsonl", tmp_path / "page.html"
     path.write_text(prime_rl())
-    decoder = SimpleNamespace(decode=lambda ids: f"text of {ids}")
+    decoder = SimpleNamespace(decode=lambda ids: "".join(f"({x})" for x in ids))
     tokenizers = SimpleNamespace(from_pretrained=lambda name: {"some/model": decoder}[name])
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=tokenizers))
     command.main([str(path), "--tokenizer", "some/model", "--output", str(page)])
-    assert '"texts": [["text of [8]", "text of [10]"]]' in page.read_text()
+    assert '"texts": [["(8)", "(10)"]]' in page.read_text()
 
 
 @pytest.mark.parametrize(

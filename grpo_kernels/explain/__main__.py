@@ -12,6 +12,7 @@ from pathlib import Path
 from . import exports, page
 from .causes import rank
 from .explanation import Explanation
+from .tokens import decoded
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,9 +32,9 @@ def main(argv: list[str] | None = None) -> None:
         if output == options.file:
             raise ValueError(f"--output: expected another file than FILE; got {output}")
         explanation = exports.read(options.file)
-        explanation = replace(explanation, causes=rank(explanation))
         if options.tokenizer:
             explanation = _with_texts(explanation, options.tokenizer)
+        explanation = replace(explanation, causes=rank(explanation))
         text = page.html(explanation, title=options.file.name, sort=options.sort)
         output.write_text(text, encoding="ascii")
     except (OSError, ValueError, ImportError) as error:
@@ -45,16 +46,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _with_texts(explanation: Explanation, name: str) -> Explanation:
-    """Decodes the ids, one by one."""
+    """Decodes the tokens' ids by a tokenizer of transformers."""
     if explanation.token_ids is None:
         raise ValueError("--tokenizer: expected a file with token ids; got one without")
     from transformers import AutoTokenizer
 
-    decode = AutoTokenizer.from_pretrained(name).decode
-    texts: list[list[str]] = [[] for _ in explanation.sequences]
-    for i, token in zip(explanation.sequence.tolist(), explanation.token_ids.tolist(), strict=True):
-        texts[i].append(decode([token]))
-    return replace(explanation, texts=texts)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    counts = explanation.sequence.bincount(minlength=len(explanation.sequences)).tolist()
+    ids = explanation.token_ids.split(counts)
+    return replace(explanation, texts=[decoded(tokenizer, x.tolist()) for x in ids])
 
 
 if __name__ == "__main__":

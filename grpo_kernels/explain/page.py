@@ -31,7 +31,8 @@ def html(explanation: Explanation, title: str = "Why this loss", sort: str = "ca
     e = explanation
     data = {
         "title": title, "sort": sort, "loss": e.loss, "sequences": e.sequences, "groups": e.groups,
-        "causes": [asdict(cause) for cause in e.causes], "texts": e.texts,
+        "causes": [asdict(cause) for cause in e.causes], "nothing": "" if e.causes else str(e),
+        "texts": e.texts,
         "token_ids": None if e.token_ids is None else e.token_ids.tolist(),
         "sequence": e.sequence.tolist(), "position": e.position.tolist(),
         "columns": {name: _packed(column) for name, column in e.columns.items()},

@@ -162,7 +162,7 @@ def explain(
             raise ValueError("targets: expected token ids for a tokenizer; got None")
         if texts is not None:
             raise ValueError("tokenizer: expected None with texts; got one")
-        words = [_decoded(tokenizer, x.tolist()) for x in ids.split(lengths)]
+        words = [decoded(tokenizer, x.tolist()) for x in ids.split(lengths)]
     elif texts is not None:
         rows = zip(_per_sequence("texts", texts, count), position.split(lengths), strict=True)
         words = [_texts(i, *row) for i, row in enumerate(rows)]
@@ -338,7 +338,7 @@ def _texts(sequence: int, texts: Sequence[str], position: Tensor) -> list[str]:
     return [texts[i] for i in position.tolist()]
 
 
-def _decoded(tokenizer: Any, ids: list[int]) -> list[str]:
+def decoded(tokenizer: Any, ids: list[int]) -> list[str]:
     """A text per token: what it adds to that of the tokens before it.
 
     By itself a token may lose its space, and bytes of a character have no text until the last.
