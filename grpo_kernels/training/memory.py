@@ -46,6 +46,7 @@ class Prediction:
     weights: int
     gradients: int
     optimizer: int
+    buckets: int  # DDP's, in which gradients are averaged: a copy of them
     reference: int
     activations: int  # kept by the body's forward for the backward of a micro-batch
     activation_gradients: int  # of activations, while they are needed
@@ -62,7 +63,8 @@ class Prediction:
         # The backward makes gradients as it frees activations, if there are none yet.
         both = self.gradients + working if self.accumulates else max(self.gradients, working)
         sampling = self.kv_cache + self.sampling_logits
-        return self.weights + self.optimizer + self.reference + max(both, sampling)
+        always = self.weights + self.optimizer + self.buckets + self.reference
+        return always + max(both, sampling)
 
     def table(self) -> str:
         """The bytes in GiB, one figure per line."""
@@ -159,6 +161,7 @@ def predict(
         weights=weights,
         gradients=gradients,
         optimizer=2 * gradients,
+        buckets=gradients if processes > 1 else 0,
         reference=(weights if config.ref_model else gradients) if has_reference else 0,
         activations=activations,
         # In a layer's widest part: the gate and what it gates, for all tokens.
