@@ -56,6 +56,11 @@ def test_defaults_by_dataset():
     config = train_gsm8k.config_of(["--model", "m", "--dataset", "openai/gsm8k:main"])
     assert (config.name, config.max_completion_length) == ("gsm8k", 128)
     assert config.stop == ["</answer>"]
+    # Flags are checked beside the defaults that they go with, two weights beside two rewards.
+    config = train_gsm8k.config_of(
+        ["--model", "m", "--dataset", "a.jsonl", "--reward_weights", "1", "0.5"]
+    )
+    assert config.rewards == ["answer", "format"] and config.reward_weights == [1.0, 0.5]
 
 
 def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
