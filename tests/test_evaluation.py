@@ -122,6 +122,7 @@ eval_dataset: {folder}/test.jsonl
 eval_every: 10
 lora_rank: 32
 lora_alpha: 64
+gradient_checkpointing: true
 resume: true
 output: {folder}
 name: of-the-run
@@ -141,6 +142,8 @@ def test_the_file_of_a_run_is_evaluated(trained, tmp_path, capsys):
     answers = [json.loads(x) for x in (tmp_path / "of-the-run-2" / "answers.jsonl").open()]
     assert [a["prompt"] for a in answers] == ["test"] * 3
     assert not list((tmp_path / "of-the-run").iterdir())
+    used = json.loads((tmp_path / "of-the-run-2" / "config.json").read_text())
+    assert used["lora_rank"] == 0 and used["gradient_checkpointing"] is False
 
 
 PARTS = (

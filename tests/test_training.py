@@ -275,6 +275,24 @@ def test_problems_need_what_they_are_judged_by(tiny_model, tmp_path):
     assert "accuracy" not in rows_of(folder)[0]
 
 
+def test_answers_that_cannot_be_compared_are_refused_before_the_first_step(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path)
+    odd = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": 0.5}]
+    paid, own = config_of(tiny_model, tmp_path, rewards=["answer"]), {"rewards": {"noise": noise}}
+    loaded = load_model(config)
+    for used, parts, options, where in (
+        (config, (odd,), own, "got 0.5 in train"), (config, (odd[:1], odd), own, "in held_out"),
+        # By the reward, whatever evaluations count by.
+        (paid, (odd,), {"is_correct": lambda text, right: False}, "got 0.5 in train"),
+        (paid, ([odd[0], {"prompt": "b"}],), {}, "got None in train"),
+    ):  # fmt: skip
+        message = "answer is neither text nor a whole number: write it as text, .*"
+        with pytest.raises(ValueError, match=rf"{message}{where}\[1\]$"):
+            Trainer(used, *loaded, *parts, **options)
+    # Nothing of the library's compares them.
+    Trainer(config, *loaded, odd, odd, is_correct=lambda text, right: right == 0.5, **own)
+
+
 @pytest.mark.parametrize("pad_token", (None, "[PAD]"))
 def test_a_tokenizer_has_a_pad_token_that_the_model_knows(pad_token, tiny_model, tmp_path):
     """Users add one, and no row of the embedding."""

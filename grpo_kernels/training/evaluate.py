@@ -194,7 +194,8 @@ class EvaluationConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         # The folder is new, and the model is taken as it is.
-        for name in ("resume", "trainable", "lora_rank", "lora_alpha", "lora_target", "eval_every"):
+        for name in ("resume", "trainable", "gradient_checkpointing", "lora_rank", "lora_alpha",
+                     "lora_target", "eval_every"):  # fmt: skip
             object.__setattr__(self, name, DEFAULTS[name])
         super().__post_init__()
 
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rewards = resolve_rewards(config.rewards)
     dataset = config.eval_dataset or config.dataset
     problems, which = load_to_answer(config, dataset, config.eval_size or None)
-    check_rewards(rewards, problems, dataset)
+    check_rewards(rewards, problems, dataset, compared=True)
     model, tokenizer = load_model(config)
     set_pad_token(tokenizer, model)
     say = tqdm.write if accelerator.is_main_process else lambda _: None
@@ -228,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sampler = Sampler(rollout, model, encode, config, accelerator)
 
     def ask(count: int) -> Evaluation:
-        set_seed(config.seed)
+        set_seed(config.seed, device_specific=True)
         return evaluate(problems, sampler, rewards, is_correct, config, accelerator, count)
 
     one, several = ask(1), ask(config.num_generations)

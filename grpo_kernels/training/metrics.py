@@ -81,7 +81,7 @@ class _Total:
 class Metrics:
     """The metrics of a run, by name; losses, rewards, rollouts and users add to them.
 
-    One that is not registered is a mean.
+    One that is not registered is a mean, `longest_max` as well: no name says how to merge.
     """
 
     def __init__(self, config: GRPOLossConfig) -> None:

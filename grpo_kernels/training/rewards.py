@@ -23,7 +23,7 @@ from torch import Tensor
 from . import ranks
 from .answers import is_correct
 from .config import imported
-from .data import applies, names_rewards
+from .data import applies, names_rewards, text_of
 from .interruptions import StepError
 
 Reward = Callable[..., Sequence[float | None]]
@@ -93,9 +93,13 @@ def resolve_rewards(
 
 
 def check_rewards(
-    rewards: Sequence[RewardFunction], problems: Sequence[Mapping[str, Any]], where: str
-) -> None:
+    rewards: Sequence[RewardFunction], problems: Sequence[Mapping[str, Any]], where: str, *,
+    compared: bool = False,
+) -> None:  # fmt: skip
     """Checks that every problem has a reward function, and every function its columns.
+
+    An answer is one that can be compared, if the reward `answer` is to do so, or `compared` says
+    that `answers.is_correct` is.
 
     Raises:
         ValueError: names the problem, or the function.
@@ -113,6 +117,11 @@ def check_rewards(
                 f"the run has {', '.join(reward.name for reward in rewards)}: name some of these "
                 "there, or give a column of another meaning another name"
             )
+        if compared or any(x.function is answer and applies(x.name, problem) for x in rewards):
+            try:
+                text_of("answer", problem.get("answer"))
+            except ValueError as error:
+                raise ValueError(f"{error} in {where}[{i}]") from error
 
 
 def reward_table(

@@ -77,8 +77,12 @@ class Trainer:
         self.config, self.tokenizer, self.is_correct = config, tokenizer, is_correct
         set_pad_token(tokenizer, model)
         self.rewards = resolve_rewards(config.rewards, rewards)
-        check_rewards(self.rewards, train, "train")
-        check_rewards(self.rewards, held_out, "held_out")
+        if any(problem.get("answer") is None for problem in held_out):
+            raise ValueError("held_out: expected an answer in every problem, to compare with")
+        self.has_answers = all(problem.get("answer") is not None for problem in train)
+        by_text = is_correct is answer_is_correct
+        check_rewards(self.rewards, train, "train", compared=by_text and self.has_answers)
+        check_rewards(self.rewards, held_out, "held_out", compared=by_text)
         self.accelerator = accelerator = ranks.make_accelerator(config)
         if rollout is None:
             check_rollout(config, accelerator)
@@ -89,9 +93,6 @@ class Trainer:
             short_enough(problems, encode, config.max_prompt_length, say)
             for problems in (train, held_out)
         )
-        if any(problem.get("answer") is None for problem in self.held_out):
-            raise ValueError("held_out: expected an answer in every problem, to compare with")
-        self.has_answers = all(x.get("answer") is not None for x in self.train_problems)
         self.reference = (
             ReferenceModel(accelerator, model, tokenizer, config) if config.beta else None
         )

@@ -96,6 +96,15 @@ def test_a_fault_of_one_rank(fault, call, ranks, alone, tiny_model, tmp_path):
         assert_same_weights(weights, expected)
 
 
+def test_ranks_of_an_evaluation_draw_different_samples(ranks, tiny_model, tmp_path):
+    """Of one prompt twice, which each of two ranks answers once."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([json.dumps({"prompt": "1 + 1 = ", "answer": 2})] * 2))
+    job = "tests.ranks.training_jobs:evaluated"
+    samples, _ = ranks(job, str(tiny_model), str(tmp_path), str(path), environment=ON_CPUS)
+    assert len(samples) == 8 and samples[:4] != samples[4:]
+
+
 def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
     """Runs the tutorial's command on problems of GSM8K's form, by either launcher on two CPUs."""
     text = (ROOT / "docs/tutorials.md").read_text()
