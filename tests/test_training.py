@@ -72,7 +72,7 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
     assert "<!-- sync -->" in page
     said = capsys.readouterr().out
     assert "held-out accuracy 0.0% (95 %: 0.0% to 43.4%) of 5" in said
-    assert ", sync 0." in said
+    assert "(sync 0." in said
     from transformers import AutoModelForCausalLM
 
     before = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -350,12 +350,11 @@ def test_a_run_that_nobody_looks_at_trains_the_same(tiny_model, tmp_path):
         ".lock", "checkpoints", "config.json", "metrics.jsonl", "evaluations.jsonl",
         "answers.jsonl",
     }  # fmt: skip
-    # Nor are checkpoints deleted.
     kept = [len([*(x / "checkpoints").iterdir()]) for x in (config.folder, folder)]
-    assert kept[0] in (2, 3) and kept[1] == 4
+    assert kept[0] == kept[1] in (2, 3)
 
 
-@pytest.mark.parametrize("event", ("start", "step", "evaluation", "saved", "end", "on_step"))
+@pytest.mark.parametrize("event", ("start", "step", "evaluation", "end", "on_step"))
 def test_who_looks_on_never_ends_a_run(event, tiny_model, tmp_path, capsys):
     """A tracker without a network, say: the row is there when it looks, and so are all others."""
     config = config_of(tiny_model, tmp_path, eval_size=2, eval_every=1, save_every=1, steps=3)

@@ -16,7 +16,6 @@ from typing import Any, Literal, get_type_hints
 
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
-from ..head.execution import Execution
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, OwnLoss
 
@@ -134,8 +133,6 @@ class TrainingConfig(GRPOLossConfig):
     logits_dtype: Literal["fp32", "model"] = "fp32"
     """Dtype of logits: fp32, or model (rounded to the model's dtype, as some samplers do); the
     first step warns if the other one fits the sampler better."""
-    batch_invariant: bool = False
-    """Make log-probs independent, to the bit, of the other rows of a micro-batch."""
 
     # Updates
     epochs_per_rollout: int = 1
@@ -230,10 +227,6 @@ class TrainingConfig(GRPOLossConfig):
         if self.effective_aggregation != "dr_grpo":
             options["max_completion_length"] = None
         return GRPOLossConfig(**options)
-
-    def execution(self) -> Execution:
-        """The `Execution` of every call over the head."""
-        return Execution(batch_invariant=self.batch_invariant)
 
     def as_json(self) -> dict[str, Any]:
         """The options by name, as JSON takes them."""

@@ -25,20 +25,12 @@ from . import logs, ranks
 from .answers import extract_answer, is_correct
 from .config import DEFAULTS, TrainingConfig
 from .data import Problem
-from .expressions import timed_out
 from .prompts import PromptEncoder, short_enough
-from .rewards import (
-    RewardFunction,
-    check_rewards,
-    judge,
-    judge_answers,
-    resolve_rewards,
-    weighted_sum,
-)
+from .rewards import RewardFunction, check_rewards, judge, resolve_rewards, weighted_sum
 from .rollout import Sampler
 
 # Columns of problems by whose values accuracy is parts apart.
-GROUPS = ("held_out", "level")
+SUBGROUPS = ("held_out", "level")
 
 
 @dataclass(frozen=True)
@@ -67,9 +59,9 @@ class Evaluation:
 
     @property
     def parts(self) -> dict[str, dict[str, Evaluation]]:
-        """Results, by column of `GROUPS`, for problems with each of its values."""
+        """Results, by column of `SUBGROUPS`, for problems with each of its values."""
         evaluations: dict[str, dict[str, Evaluation]] = {}
-        for column in GROUPS:
+        for column in SUBGROUPS:
             values: dict[str, list[dict[str, Any]]] = {}
             for answer in self.answers:
                 if answer.get(column) is not None:
@@ -150,29 +142,27 @@ def evaluate(
     # Equally many per process; of those that come twice the second is dropped at the end.
     local = [problems[i % len(problems)] for i in range(rank * each, (rank + 1) * each)]
     size = max(1, config.prompts_per_step // world * config.num_generations // count)
-    labels, answers, before = [reward.label for reward in rewards], [], timed_out()
+    labels, answers, late = [reward.label for reward in rewards], [], 0
     for start in range(0, each, size):
         asked = deepcopy(local[start : start + size])  # which observers may change
         some = [problem for problem in asked for _ in range(count)]
         completions = sampler(asked, count, temperature, length=length)
-        texts = sampler.texts(completions)
-        more = sampler.reward_keywords(completions, texts)
-        table = judge(accelerator, rewards, some, texts, more)
-        right = judge_answers(accelerator, is_correct, some, texts)
-        totals = weighted_sum(table, config.reward_weights).tolist()
-        rows = zip(some, texts, more["transcripts"], table.tolist(), totals, completions, right,
-                   strict=True)  # fmt: skip
-        for problem, text, whole, values, total, done, correct in rows:
+        judged = judge(sampler, rewards, is_correct, some, completions)
+        late += judged.timed_out
+        totals = weighted_sum(judged.rewards, config.reward_weights).tolist()
+        for i, problem in enumerate(some):
+            text, whole = judged.texts[i], judged.transcripts[i]
+            values = judged.rewards[i].tolist()
             answers.append({
                 "prompt": problem["prompt"], "completion": whole,
                 "answered": extract_answer(text),
                 **({} if text == whole else {"sampled": text}), "answer": problem["answer"],
-                "correct": correct, "ended": done.ended,
-                "reward": total, "rewards": dict(zip(labels, values, strict=True)),
-                **{column: problem[column] for column in GROUPS if column in problem},
+                "correct": judged.correct[i], "ended": completions[i].ended,
+                "reward": totals[i], "rewards": dict(zip(labels, values, strict=True)),
+                **{column: problem[column] for column in SUBGROUPS if column in problem},
             })  # fmt: skip
     answers = ranks.reduce(accelerator, answers, lambda parts: [a for part in parts for a in part])
-    late = ranks.reduce(accelerator, timed_out() - before, sum)
+    late = ranks.reduce(accelerator, late, sum)
     return accuracy_of(answers[: len(problems) * count], count, late)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -235,7 +234,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -243,12 +242,7 @@ class Clock:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.add(name, time.perf_counter() - start)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Counts more seconds for a part, which has no column where there are none."""
-        if seconds:
-            self.seconds[name] += seconds
+        self.seconds[name] = time.perf_counter() - start
 
 
 def step_row(

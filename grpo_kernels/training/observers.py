@@ -1,4 +1,4 @@
-"""Observers of a run: terminal, completions, trackers, page, pruning of checkpoints.
+"""Observers of a run: terminal, completions, trackers, page.
 
 A run without any of them trains the same, and so does one in which they fail. All of them are in
 the main process alone, and see a row once it is written.
@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from . import checkpoint, logs, report
+from . import logs, report
 from .config import TrainingConfig
 from .evaluate import Evaluation
 from .samples import Samples
@@ -28,10 +28,9 @@ _LINE = {
 
 
 class Observer:
-    """Hears of a run's start after some step, every step, evaluation and checkpoint, and its end.
+    """Hears of a run's start after some step, every step and evaluation, and its end.
 
-    The weights evaluated are those after the step; `best` is the step of the best accuracy so far,
-    which has a checkpoint. Here nothing comes of it.
+    The weights evaluated are those after the step. Here nothing comes of it.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -40,7 +39,6 @@ class Observer:
     def start(self, step: int) -> None: ...
     def step(self, row: dict[str, Any], samples: Samples) -> None: ...
     def evaluation(self, step: int, evaluation: Evaluation) -> None: ...
-    def saved(self, best: int) -> None: ...
     def end(self) -> None: ...
 
     def shows_samples(self, step: int) -> bool:
@@ -123,13 +121,6 @@ class Page(Observer):
             tqdm.write(summary + ending.format(page))
 
 
-class Pruning(Observer):
-    """Deletes all checkpoints but that of the best step and the last two, one for the other."""
-
-    def saved(self, best: int) -> None:
-        checkpoint.prune(self.config.folder, best)
-
-
 def _plain(value: Any) -> Any:
     """Returns an option as trackers take it: a number, a bool or text."""
     if isinstance(value, (list, tuple)):
@@ -147,7 +138,7 @@ def observers_of(config: TrainingConfig, accelerator: Accelerator) -> list[Obser
     """Returns the observers of a run."""
     if not accelerator.is_main_process:
         return []
-    observers = [kind(config) for kind in (Completions, Terminal, Page, Pruning)]
+    observers = [kind(config) for kind in (Completions, Terminal, Page)]
     return observers + [Trackers(config, accelerator)] * bool(config.trackers)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import html
 import io
-import json
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,14 +90,12 @@ def write_environment(folder: Path) -> None:
             continue
     commit = {"grpo_kernels' commit": text} if (text := _commit()) else {}
     device = {"processes x device": f"{state.num_processes} x {_name_of(state.device)}"}
-    (folder / "environment.json").write_text(
-        json.dumps(device | commit | versions, indent=1) + "\n"
-    )
+    logs.write_json(folder / "environment.json", device | commit | versions)
 
 
 def write(folder: Path) -> tuple[Path, str]:
     """Makes `report.html` from the logs in the folder; returns it and the run's summary."""
-    options = json.loads((folder / "config.json").read_text())
+    options = logs.read_json(folder / "config.json")
     rows, evaluations, samples = (logs.read(folder / name) for name in _FILES)
     model = Path(options["model"])
     name = model.name if model.is_absolute() else model
@@ -109,13 +106,13 @@ def write(folder: Path) -> tuple[Path, str]:
     changed = {k: (x, defaults.get(k)) for k, x in options.items() if x != defaults.get(k)}
     parts = (
         f"<p>{html.escape(text)}</p>", _table("Warnings", warnings[-20:]),
-        _pictures(rows, evaluations, logs.read_charts(folder)),
+        _pictures(rows, evaluations, logs.read_json(folder / "charts.json")),
         _table("Held-out problems", *_accuracies(evaluations)),
         _table("Completions of the last step shown: best and worst of two groups",
                map(_texts, last), _SAMPLE),
         _table("Options that differ from their defaults", [(k, *x) for k, x in changed.items()],
                ("option", "here", "default")),
-        _table("Device and versions", _environment_of(folder).items()),
+        _table("Device and versions", logs.read_json(folder / "environment.json").items()),
         _table("Options at their defaults",
                [(k, x) for k, x in options.items() if k not in changed]),
     )  # fmt: skip
@@ -126,11 +123,6 @@ def write(folder: Path) -> tuple[Path, str]:
         "\n".join((head.replace("TITLE", title), *parts, foot)), encoding="utf-8", errors="replace"
     )
     return scratch.replace(folder / "report.html"), text
-
-
-def _environment_of(folder: Path) -> dict[str, Any]:
-    path = folder / "environment.json"
-    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def _name_of(device: torch.device) -> str:

@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base.memory import ran_out_of_memory
 from ..integrations.private import forget_forward
-from . import checkpoint, metrics, ranks
+from . import checkpoint, ranks
 from .answers import is_correct as answer_is_correct
 from .config import TrainingConfig
 from .data import Problem
 from .evaluate import evaluate
 from .interruptions import BadUpdates, OutOfMemory, Preempted, StepError
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
-from .metrics import Metrics
+from .metrics import Clock, step_row
 from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .observers import introduction, print_above
 from .prompts import PromptEncoder, short_enough
@@ -32,7 +32,7 @@ from .reference_model import ReferenceModel
 from .rewards import Reward, check_rewards, resolve_rewards
 from .rollout import Rollout, Sampler
 from .run import Run, place_of
-from .samples import Samples, Scores, Update, constants, judge_completions
+from .samples import Samples, Scores, Update, constants, samples_of
 from .scoring import Scorer, checked_gap
 
 _T = TypeVar("_T")
@@ -58,7 +58,7 @@ class Trainer:
 
     `train()` runs it. The run's folder then has `config.json`, logs (`metrics.jsonl` with one row
     per step, samples, evaluations and answers), `checkpoints/`, `report.html` and `model/`. Who
-    shows these is in `run.observers`, a list that may be changed.
+    shows these is in `run.observers`, a list that may be changed; anyone may add to `metrics`.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class Trainer:
             weights |= self.reference.weights(model)
         fingerprint = checkpoint.fingerprint(self.train_problems, self.held_out, tokenizer, weights)
         self.run = Run(config, accelerator, fingerprint)
+        self.metrics = self.run.metrics
         self.policy, self.optimizer = prepared(
             model, config, accelerator, encode(self.train_problems[0])
         )
@@ -111,11 +112,6 @@ class Trainer:
         )  # fmt: skip
         self.scorer = Scorer(self.policy, self.reference, self.run, tokenizer.pad_token_id)
         checkpoint.weights_that_move(accelerator, self.reference if config.sync_ref_every else None)
-
-    @property
-    def metrics(self) -> Metrics:
-        """Registry of the run's metrics, to which anyone may add."""
-        return self.run.metrics
 
     @property
     def rollout(self) -> Rollout:
@@ -189,10 +185,11 @@ class Trainer:
         config, accelerator, run, sampler = self.config, self.accelerator, self.run, self.sampler
         # A seed per step: a run that goes on from a checkpoint draws what it would have drawn.
         set_seed(run.seed("step"))
-        clock = metrics.Clock(accelerator.device)
+        clock = Clock(accelerator.device)
         self.metrics.clear()
         local = problems[accelerator.process_index :: accelerator.num_processes]
-        sampler.update_weights()
+        with clock("sync"):
+            sampler.update_weights()
         with clock("generate"):
             completions = sampler(
                 local, config.num_generations, config.temperature,
@@ -200,7 +197,7 @@ class Trainer:
             )  # fmt: skip
         with clock("reward"):
             judge = self.is_correct if self.has_answers else None
-            samples = judge_completions(local, completions, sampler, self.rewards, judge)
+            samples = samples_of(local, completions, sampler, self.rewards, judge)
         run.interruptions.check()
         minibatches = equal_parts(len(samples.texts), config.minibatches)
         with clock("score"):
@@ -214,9 +211,8 @@ class Trainer:
                 updates.append(self.update(samples, scores, number, rows))
                 if scores.old_logps is None:  # of the policy that sampled
                     scores = replace(scores, old_logps=updates[0].logps)
-        clock.add("sync", sampler.take_sync_seconds())
         labels, update_metrics = [x.label for x in self.rewards], [x.metrics for x in updates]
-        return metrics.step_row(samples, labels, update_metrics, run, clock), samples
+        return step_row(samples, labels, update_metrics, run, clock), samples
 
     def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
         """The optimizer step of this number on the samples: on these rows, of every process."""
@@ -235,7 +231,7 @@ class Trainer:
         self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]
     ) -> tuple[Update, float]:
         """Adds up the gradients of an update's micro-batches; returns the update and its loss."""
-        accelerator, guard = self.accelerator, self.run.interruptions.shared
+        accelerator, guard = self.accelerator, self.run.interruptions.guard
         plan = self.scorer.plan(
             samples, self.scorer.trainable_rows(samples, rows, first_update=number == 0)
         )
@@ -281,7 +277,7 @@ class Trainer:
                 config_of_part(config, samples.size(part), full, world),
                 **constants(samples, scores, where, batch.attention.shape[1], ce_items),
                 num_items=num_items(config, full, world),
-                reference=self.scorer.reference_of(batch), execution=self.config.execution(),
+                reference=self.scorer.reference_of(batch),
             )  # fmt: skip
         return where, loss, part_metrics, logps
 

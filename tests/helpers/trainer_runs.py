@@ -17,7 +17,7 @@ from grpo_kernels.training import (
     report,
 )
 from grpo_kernels.training.micro_batches import equal_parts
-from grpo_kernels.training.samples import judge_completions
+from grpo_kernels.training.samples import samples_of
 from tests.helpers.tiny_models import V
 
 
@@ -112,7 +112,7 @@ def first_samples(trainer):
     completions = sampler(
         problems, config.num_generations, config.temperature, record_support=config.records_support
     )
-    samples = judge_completions(problems, completions, sampler, trainer.rewards, trainer.is_correct)
+    samples = samples_of(problems, completions, sampler, trainer.rewards, trainer.is_correct)
     minibatches = equal_parts(len(samples.texts), config.minibatches)
     return samples, trainer.scorer.score(samples, minibatches)
 

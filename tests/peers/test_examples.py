@@ -112,9 +112,8 @@ def test_with_trl(tiny_model, tmp_path):
         logs.append(trainer.state.log_history[0])
         assert logs[-1]["grad_norm"] > 1e-3
         assert type(trainer).__name__ == ("GRPOTrainer" if stock else "FusedGRPOTrainer")
-    for name in ("loss", "grad_norm", "entropy", "rewards/tags/mean"):
+    for name in ("loss", "grad_norm", "entropy", "rewards/format/mean"):
         assert logs[0][name] == pytest.approx(logs[1][name], abs=1e-5), name
-    assert trl_gsm8k.texts([[{"role": "assistant", "content": "4"}], "5"]) == ["4", "5"]
 
 
 @pytest.mark.parametrize(
