@@ -23,12 +23,12 @@ from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_prob
 
 # For a model of 135M parameters on two CPU cores (docs/training.md).
 SMALL: dict[str, Any] = dict(
-    name="word_problems", steps=22, prompts_per_step=12, temperature=0.9, rewards=["answer"],
+    output="runs/word_problems", steps=22, prompts_per_step=12, temperature=0.9, rewards=["answer"],
     epochs_per_rollout=2, learning_rate=5e-6, warmup_steps=2, max_completion_length=32,
     micro_batch_size=24, eval_size=200,
 )  # fmt: skip
 OTHERS: dict[str, Any] = dict(
-    name="gsm8k", learning_rate=1e-5, max_completion_length=128, eval_size=32
+    output="runs/gsm8k", learning_rate=1e-5, max_completion_length=128, eval_size=32
 )
 
 
@@ -46,7 +46,7 @@ def config_of(argv: Sequence[str] | None = None) -> TrainingConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    config = resolved(config_of(argv)).unused()
+    config = resolved(config_of(argv)).in_new_folder()
     problems = load_problems(config)  # before a model is downloaded
     return Trainer(config, *load_model(config), *problems).train()
 

@@ -179,7 +179,7 @@ def test_a_recipe_fits_its_card(name, capsys, tmp_path):
     launched = re.search(r"--config_file (\S+)", header)
     assert launched is None or (ROOT / launched[1]).exists()
     config = parse_config([str(CONFIGS / name)])
-    assert config.name in name  # two recipes do not write into one folder
+    assert config.folder.name in name  # two recipes do not write into one folder
     # What comes due before the end.
     assert max(config.sync_ref_every, config.eval_every, config.warmup_steps) < config.steps
     flags = re.search(rf"^#   .*\.memory \S*{name} (.*)$", header, re.M)[1].split()

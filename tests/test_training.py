@@ -136,7 +136,9 @@ def test_another_model_is_the_reference(other, tiny_model, tmp_path):
     folder, model = other
     config = config_of(tiny_model, tmp_path, beta=0.1, ref_model=folder)
     for lora_rank in (0, 2):
-        trainer = trainer_of(replace(config, name=f"lora-{lora_rank}", lora_rank=lora_rank))
+        trainer = trainer_of(
+            replace(config, output=str(tmp_path / f"lora-{lora_rank}"), lora_rank=lora_rank)
+        )
         for name, p in trainer.reference.copy.model.named_parameters():
             assert torch.equal(p, model.get_parameter(name)) and not p.requires_grad
         assert rows_of(trainer.train())[0]["kl"] > 0.01
@@ -311,7 +313,9 @@ def test_a_tokenizer_has_a_pad_token_that_the_model_knows(pad_token, tiny_model,
     with pytest.raises(ValueError, match=told):
         trainer_of(config, model, tokenizer)
     with pytest.raises(ValueError, match=told):
-        evaluate.main([f"--model={folder}", f"--dataset={config.dataset}", f"--output={tmp_path}"])
+        evaluate.main(
+            [f"--model={folder}", f"--dataset={config.dataset}", f"--output={tmp_path}/e"]
+        )
 
 
 def test_trackers_get_every_step(tiny_model, tmp_path):
@@ -341,7 +345,7 @@ def test_trackers_get_every_step(tiny_model, tmp_path):
 
 def test_a_run_that_nobody_looks_at_trains_the_same(tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, eval_size=3, eval_every=1, save_every=1, steps=4)
-    seen, alone = trainer_of(config), trainer_of(replace(config, name="alone"))
+    seen, alone = trainer_of(config), trainer_of(replace(config, output=str(tmp_path / "alone")))
     seen.train()
     alone.run.observers.clear()
     folder = alone.train()
@@ -431,7 +435,9 @@ def test_prompts_are_tokenized_once():
 def test_a_loss_by_instance_is_that_of_its_name(tiny_model, tmp_path):
     """The loss's repr is recorded; a run goes on by it."""
     config = config_of(tiny_model, tmp_path, loss_type=Sapo(temperature_neg=1.3), beta=0.1)
-    named = replace(config, name="named", loss_type="sapo", sapo_temperature_neg=1.3)
+    named = replace(
+        config, output=str(tmp_path / "named"), loss_type="sapo", sapo_temperature_neg=1.3
+    )
     rows = [rows_of(trainer_of(one).train()) for one in (config, named)]
     assert rows[0] == rows[1]
     recorded = json.loads((config.folder / "config.json").read_text())["loss_type"]

@@ -41,13 +41,12 @@ VALUES = {
     "rewards: expected at least one": {"rewards": []},
     "reward_weights: expected a finite number for each of": {"reward_weights": [1.0, 2.0]},
     "reward_weights: expected a finite .*nan": {"reward_weights": [math.nan, 1.0]},
-    r"name: expected the name of a folder inside output; got '\.\.'": {"name": ".."},
+    r"output: expected a folder that has a name; got 'runs/\.\.'": {"output": "runs/.."},
     "seed: expected a number from 0 to": {"seed": -1},
     "minibatches: expected a divisor of prompts_per_step = 4": {"minibatches": 3},
     "trainable: expected a regular expression": {"trainable": "("},
     "trainable='x' does not work with lora_rank": {"trainable": "x", "lora_rank": 2},
     "eval_every=2 has no effect without eval_size: set": {"eval_every": 2},
-    "name: expected the name of a folder": {"name": "a/b"},
     "prompt_template: expected a text with {question} in it": {"prompt_template": "no place"},
     "kl_estimator='k1' has no effect without beta": {"kl_estimator": "k1"},
     "lora_alpha=8 has no effect without lora_rank": {"lora_alpha": 8},
@@ -161,7 +160,7 @@ def test_options_of_ones_own(tmp_path):
         ("stop", ["x", 1], r"expected list\[str\]; got \['x', 1\]"),
         ("resume", 1, "expected bool; got 1"),
         ("output", 3, "expected str"),
-        ("name", None, "expected str"),
+        ("output", None, "expected str"),
         ("dtype", "fp8", r"expected Literal\['fp32', 'bf16'\]; got"),
         ("high", "x", "expected float; got 'x'"),
         ("way", "y", r"expected Literal\['x', 2\]; got 'y'"),
@@ -180,9 +179,9 @@ def test_flags_and_yaml(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("model: m\nlearning_rate: 1e-6\nstop: [</answer>]\nbeta: 0.04\nsteps: 7\n"
                     "chat: true\nreplay_support: false\n")  # fmt: skip
-    config = parse_config([str(path), "--steps", "9", "--no_share_prompts"], name="n")
+    config = parse_config([str(path), "--steps", "9", "--no_share_prompts"], output="n")
     assert (config.model, config.learning_rate, config.stop) == ("m", 1e-6, ["</answer>"])
-    assert (config.beta, config.steps, config.name, config.share_prompts) == (0.04, 9, "n", False)
+    assert (config.beta, config.steps, config.output, config.share_prompts) == (0.04, 9, "n", False)
     assert (config.chat, config.replay_support) == (True, False)
 
 
@@ -234,7 +233,7 @@ def test_flags_are_texts_where_the_option_is_one():
         ("model: m\nsteps: 3\nbeta: 0.1\nsteps: 4", [], ['duplicate key "steps"', "line 4"]),
         ("model: m", ["--loss_type", "ppo"], ["loss_type: expected one of grpo"]),
         ("steps: 3", [], ["model: expected a hub name or a folder"]),
-        ("model: m\nname:", [], ["name: expected str; got None"]),
+        ("model: m\noutput:", [], ["output: expected str; got None"]),
         ("steps", [], ["Unexpected config: steps"]),
         (": {", [], ["Problems parsing config", "line 1"]),
         (None, [], ["File does not exist"]),
@@ -286,7 +285,7 @@ def test_every_option_is_explained_in_its_group(capsys):
 def test_the_command_trains_from_a_file(tiny_model, tmp_path):
     options = trainer_runs.config_of(tiny_model, tmp_path, steps=1, rewards=["answer"]).as_json()
     (tmp_path / "run.yaml").write_text(json.dumps(options))
-    folder = training_command.main([str(tmp_path / "run.yaml"), "--name", "other"])
+    folder = training_command.main([str(tmp_path / "run.yaml"), f"--output={tmp_path}/other"])
     assert folder == tmp_path / "other" and len(trainer_runs.rows_of(folder)) == 1
 
 

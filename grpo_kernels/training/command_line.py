@@ -21,7 +21,7 @@ _Config = TypeVar("_Config", bound=TrainingConfig)
 # Titles in `--help`, by the first option under each in `TrainingConfig`.
 _GROUPS = {
     "model": "Model", "dataset": "Data and rewards", "steps": "Sampling", "loss_type": "Loss",
-    "epochs_per_rollout": "Updates", "name": "Logs and checkpoints",
+    "epochs_per_rollout": "Updates", "output": "Logs and checkpoints",
 }  # fmt: skip
 _COMMAND, _SOME_LOSSES = "This command", "Options of some loss types only"
 # Options of other trainers, and what to do here.
@@ -53,7 +53,7 @@ ELSEWHERE = {
     "num_iterations": "Set epochs_per_rollout; where it renews the reference, sync_ref_every.",
     "num_steps": "Set steps.",
     "num_train_epochs": "Set steps: each takes prompts_per_step problems.",
-    "output_dir": "Set output (the folder of runs) and name (the run's folder in it).",
+    "output_dir": "Set output.",
     "per_device_train_batch_size": "Set micro_batch_size, in completions: it changes memory, not "
     "gradients.",
     "ref_model_mixup_alpha": "Set ref_mixup_alpha; its default is 1.0.",

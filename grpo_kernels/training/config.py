@@ -158,10 +158,8 @@ class TrainingConfig(GRPOLossConfig):
     """Clip gradients to this norm."""
 
     # Logs and checkpoints
-    name: str = "grpo"
-    """Name of the run, and of its folder in output."""
-    output: str = "runs"
-    """Folder of all runs."""
+    output: str = "runs/grpo"
+    """Folder of the run, which has its name."""
     eval_every: int = 0
     """Steps between evaluations; 0: only before and after."""
     show_every: int = 10
@@ -240,14 +238,14 @@ class TrainingConfig(GRPOLossConfig):
     @property
     def folder(self) -> Path:
         """The folder of the run."""
-        return Path(self.output) / self.name
+        return Path(self.output)
 
-    def unused(self) -> TrainingConfig:
-        """The config under a name that is not taken, `name-2` say, unless its run is resumed."""
+    def in_new_folder(self) -> TrainingConfig:
+        """The config with a folder that is not there yet, `output-2` say, unless resumed."""
         number, config = 1, self
         while not self.resume and config.folder.exists():
             number += 1
-            config = replace(self, name=f"{self.name}-{number}")
+            config = replace(self, output=f"{self.folder}-{number}")
         return config
 
     @property
@@ -288,8 +286,7 @@ class TrainingConfig(GRPOLossConfig):
         """Refuses values out of their range."""
         require, n = self.require, vars(self)
         require("model", self.model, "a hub name or a folder")
-        folder = self.name not in ("", "..") and Path(self.name).name == self.name
-        require("name", folder, "the name of a folder inside output")
+        require("output", self.folder.name not in ("", ".."), "a folder that has a name")
         require("rewards", self.rewards, "at least one reward function")
         weights, rewards = self.reward_weights, self.rewards
         as_many = not weights or len(weights) == len(rewards)

@@ -5,7 +5,7 @@
 answers problems with the likeliest tokens, and by `--num_generations` samples: those of
 `--eval_dataset`, or of `--dataset` the split test, else validation, else all there are; with
 `--eval_size` so many. Options are those of the training, in its own file if there is one. A new
-folder in `--output`, of `--name` or `evaluation`, gets the answers and a report.
+folder, `--output` or one like it, gets the answers and a report.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from .policy import Policy
 
     config: TrainingConfig = parse_config(
-        argv, kind=EvaluationConfig, name="evaluation", eval_size=0
-    ).unused()
+        argv, kind=EvaluationConfig, output="runs/evaluation", eval_size=0
+    ).in_new_folder()
     accelerator = ranks.make_accelerator(config)
     check_rollout(config, accelerator)
     rewards = resolve_rewards(config.rewards)

@@ -133,12 +133,12 @@ def check_folder(config: TrainingConfig) -> None:
     if config.resume and finished and not begun:
         raise FileExistsError(
             f"resume: the run in {folder} is finished and has no checkpoint to go on from. Pass "
-            "another name, or delete the folder"
+            "another output, or delete the folder"
         )
     if not config.resume and (begun or finished or (log.exists() and log.stat().st_size)):
         raise FileExistsError(
-            f"name={config.name!r} is taken: {folder} has a run in it, which a new one would "
-            "replace. Pass resume to go on with it, another name, or delete the folder"
+            f"output: expected a folder without a run; got {folder}, whose run a new one would "
+            "replace. Pass resume to go on with it, another output, or delete the folder"
         )
 
 

@@ -60,7 +60,7 @@ class Terminal(Observer):
 
     def start(self, step: int) -> None:
         self.progress = tqdm(
-            total=self.config.steps, initial=step, desc=self.config.name, dynamic_ncols=True
+            total=self.config.steps, initial=step, desc=self.config.folder.name, dynamic_ncols=True
         )
 
     def step(self, row: dict[str, Any], samples: Samples) -> None:
@@ -88,7 +88,7 @@ class Trackers(Observer):
 
     def start(self, step: int) -> None:
         options = {name: _plain(value) for name, value in self.config.as_json().items()}
-        self.accelerator.init_trackers(self.config.name, config=options)
+        self.accelerator.init_trackers(self.config.folder.name, config=options)
 
     def step(self, row: dict[str, Any], samples: Samples) -> None:
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}

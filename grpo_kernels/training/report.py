@@ -99,7 +99,7 @@ def write(folder: Path) -> tuple[Path, str]:
     rows, evaluations, samples = (logs.read(folder / name) for name in _FILES)
     model = Path(options["model"])
     name = model.name if model.is_absolute() else model
-    title = html.escape(f"{options['name']}: {name} on {options['dataset']}")
+    title = html.escape(f"{folder.resolve().name}: {name} on {options['dataset']}")
     warnings = [(f"step {r['step']}", text) for r in rows for text in r.get("warnings", [])]
     last = [s for s in samples if s["step"] == samples[-1]["step"]]
     text, defaults = summary(rows, evaluations), TrainingConfig.default_json()

@@ -136,7 +136,7 @@ class Run:
                     self.warn(f"{folder} cannot be locked ({error}): train one run in it alone")
             if ranks.reduce(self.accelerator, taken, any):
                 raise RuntimeError(
-                    f"name: expected a folder in which no other process trains; got {folder}"
+                    f"output: expected a folder in which no other process trains; got {folder}"
                 )
             yield
 

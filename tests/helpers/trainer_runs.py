@@ -3,6 +3,7 @@
 import json
 import random
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,9 +69,9 @@ class FakeRollout:
         return done
 
 
-def config_of(model, tmp_path, **options):
+def config_of(model, tmp_path, name="t", **options):
     defaults = dict(
-        model=str(model), output=str(tmp_path), name="t", dataset="examples.problems:additions",
+        model=str(model), output=str(Path(tmp_path, name)), dataset="examples.problems:additions",
         steps=2, prompts_per_step=4, num_generations=4, max_completion_length=6, rewards=["noise"],
         eval_size=0, learning_rate=1e-2, save_model=False, show_every=1000, micro_batch_size=16,
     )  # fmt: skip

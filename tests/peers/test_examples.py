@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("real_memory")
     ),
 )
 def test_runs(example, options, curves, tiny_model, tmp_path):
-    where = ("--model", str(tiny_model), "--output", str(tmp_path))
+    where = ("--model", str(tiny_model), "--output", str(tmp_path / "run"))
     folder = example.main([*where, *SMALL, *options])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
@@ -51,10 +51,10 @@ def test_runs(example, options, curves, tiny_model, tmp_path):
 def test_defaults_by_dataset():
     # Options of word problems are not for other tasks.
     config = train_gsm8k.config_of(["--model", "m", "--dataset", "word_problems:all_levels"])
-    assert (config.name, config.max_completion_length) == ("word_problems", 32)
+    assert (config.folder.name, config.max_completion_length) == ("word_problems", 32)
     assert config.rewards == ["answer"]
     config = train_gsm8k.config_of(["--model", "m", "--dataset", "openai/gsm8k:main"])
-    assert (config.name, config.max_completion_length) == ("gsm8k", 128)
+    assert (config.folder.name, config.max_completion_length) == ("gsm8k", 128)
     assert config.stop == ["</answer>"]
     # Flags are checked beside the defaults that they go with, two weights beside two rewards.
     config = train_gsm8k.config_of(

@@ -113,7 +113,7 @@ def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
             for n in range(20))  # fmt: skip
     (tmp_path / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {
-        "model": tiny_model, "dataset": tmp_path / "gsm8k.jsonl", "output": tmp_path, "name": "t",
+        "model": tiny_model, "dataset": tmp_path / "gsm8k.jsonl", "output": tmp_path / "t",
         "sync_ref_every": 2, "prompts_per_step": 2, "num_generations": 2, "eval_size": 4,
         "max_completion_length": 5,
     }  # fmt: skip

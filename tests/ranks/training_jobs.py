@@ -120,9 +120,9 @@ class SameForAnyRanks:
 
 def evaluated(model: str, output: str, dataset: str) -> list[str]:
     """The samples that an evaluation by the command has of both ranks."""
-    flags = {"model": model, "output": output, "dataset": dataset, "num_generations": 4,
+    flags = {"model": model, "output": f"{output}/t", "dataset": dataset, "num_generations": 4,
              "max_completion_length": 8}  # fmt: skip
     with no_curves():
         evaluate.main([f"--{name}={value}" for name, value in flags.items()])
-    rows = logs.read(Path(output) / "evaluation" / "answers.jsonl")
+    rows = logs.read(Path(output) / "t" / "answers.jsonl")
     return [row["completion"] for row in rows if "sample" in row]
