@@ -332,22 +332,19 @@ class TrainingConfig(GRPOLossConfig):
 
     def _check_together(self) -> None:
         """Refuses options that do not go together."""
-        refuse = self._refuse
-        if self.trainable is not None and self.lora_rank:
-            refuse("trainable", "does not work with lora_rank, which trains adapters alone: pass "
-                   "one of the two")  # fmt: skip
-        if self.sync_ref_every and self.lora_rank:
-            refuse("sync_ref_every", "does not work with lora_rank: there the reference is the "
-                   "base model without adapters")  # fmt: skip
-        if self.sync_ref_every and self.ref_model is not None:
-            refuse("sync_ref_every", "does not work with ref_model, which never changes: pass one "
-                   "of the two")  # fmt: skip
+        for name, other, is_set, why in (
+            ("trainable", "lora_rank", self.lora_rank, "trains adapters alone"),
+            ("sync_ref_every", "lora_rank", self.lora_rank,
+             "has the model without adapters as its reference"),
+            ("sync_ref_every", "ref_model", self.ref_model, "never changes"),
+            ("entropy_coef", "top_entropy_quantile", self.top_entropy_quantile < 1,
+             "would have the bonus depend on micro_batch_size"),
+        ):  # fmt: skip
+            if is_set and getattr(self, name):
+                self._refuse(name, f"does not work with {other}, which {why}: pass one of the two")
         if self.kl_estimator == "exact" and self.records_support:
-            refuse("kl_estimator", "needs the full softmax and does not work with replay_support: "
-                   "pass --no_replay_support or another kl_estimator")  # fmt: skip
-        if self.top_entropy_quantile < 1 and self.entropy_coef:
-            refuse("entropy_coef", "does not work with top_entropy_quantile: the bonus would "
-                   "depend on micro_batch_size; pass one of the two")  # fmt: skip
+            self._refuse("kl_estimator", "needs the full softmax and does not work with "
+                         "replay_support: pass --no_replay_support or another one")  # fmt: skip
 
     def _refuse(self, name: str, why: str) -> None:
         raise ValueError(f"{name}={getattr(self, name)!r} {why}")

@@ -188,6 +188,7 @@ class Trainer:
         clock = Clock(accelerator.device)
         self.metrics.clear()
         local = problems[accelerator.process_index :: accelerator.num_processes]
+        labels = [reward.label for reward in self.rewards]
         with clock("sync"):
             sampler.update_weights()
         with clock("generate"):
@@ -211,8 +212,7 @@ class Trainer:
                 updates.append(self.update(samples, scores, number, rows))
                 if scores.old_logps is None:  # of the policy that sampled
                     scores = replace(scores, old_logps=updates[0].logps)
-        labels, update_metrics = [x.label for x in self.rewards], [x.metrics for x in updates]
-        return step_row(samples, labels, update_metrics, run, clock), samples
+        return step_row(samples, labels, [x.metrics for x in updates], run, clock), samples
 
     def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
         """The optimizer step of this number on the samples: on these rows, of every process."""
@@ -232,6 +232,9 @@ class Trainer:
     ) -> tuple[Update, float]:
         """Adds up the gradients of an update's micro-batches; returns the update and its loss."""
         accelerator, guard = self.accelerator, self.run.interruptions.guard
+        config, world = self.config.loss_config(), accelerator.num_processes
+        if scores.entropy_threshold is not None:
+            config = replace(config, entropy_threshold=scores.entropy_threshold)
         plan = self.scorer.plan(
             samples, self.scorer.trainable_rows(samples, rows, first_update=number == 0)
         )
@@ -240,7 +243,17 @@ class Trainer:
         losses, parts = list[Tensor](), list[dict[str, Tensor]]()
 
         def forward(part: Sequence[int]) -> Tensor:
-            where, loss, part_metrics, part_logps = self._loss_of(samples, scores, part, full)
+            batch, where = samples.batch(part, self.scorer.pad_id)
+            # Without rows the cross-entropy counts for nothing, too.
+            ce_items = max(full.tokens, 1) / world if part else math.inf
+            with accelerator.autocast():
+                loss, part_metrics, part_logps = self.policy(
+                    "loss", batch, samples.advantages[where],
+                    config_of_part(config, samples.size(part), full, world),
+                    **constants(samples, scores, where, batch.attention.shape[1], ce_items),
+                    num_items=num_items(config, full, world),
+                    reference=self.scorer.reference_of(batch),
+                )  # fmt: skip
             losses.append(loss.detach())
             parts.append(part_metrics)
             if part:
@@ -257,37 +270,16 @@ class Trainer:
         if number == 0:
             merged |= checked_gap(merged, self.sampler.why_gap, self.run)
         # Processes wait for each other in it: then nothing can be tried again.
-        with guard() if accelerator.num_processes == 1 else nullcontext():
+        with guard() if world == 1 else nullcontext():
             accelerator.backward(last_loss)
         return Update(merged, logps), float(sum(losses))
-
-    def _loss_of(
-        self, samples: Samples, scores: Scores, part: Sequence[int], full: Size
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
-        """The row numbers of a micro-batch of an update, its loss, metrics and log-probs."""
-        config, world = self.config.loss_config(), self.accelerator.num_processes
-        if scores.entropy_threshold is not None:
-            config = replace(config, entropy_threshold=scores.entropy_threshold)
-        batch, where = samples.batch(part, self.scorer.pad_id)
-        # Without rows the cross-entropy counts for nothing, too.
-        ce_items = max(full.tokens, 1) / world if part else math.inf
-        with self.accelerator.autocast():
-            loss, part_metrics, logps = self.policy(
-                "loss", batch, samples.advantages[where],
-                config_of_part(config, samples.size(part), full, world),
-                **constants(samples, scores, where, batch.attention.shape[1], ce_items),
-                num_items=num_items(config, full, world),
-                reference=self.scorer.reference_of(batch),
-            )  # fmt: skip
-        return where, loss, part_metrics, logps
 
     def _optimizer_step(self) -> float:
         """Clips the gradient and, if it is finite, steps; returns its norm."""
         run, trained = self.run, [p for p in self.policy.parameters() if p.requires_grad]
-        norm = self.accelerator.clip_grad_norm_(trained, self.config.max_grad_norm)
-        grad_norm = float(norm) if norm is not None else math.nan
+        grad_norm = float(self.accelerator.clip_grad_norm_(trained, self.config.max_grad_norm))
         run.bad_updates += 1
-        if norm is None or math.isfinite(grad_norm):
+        if math.isfinite(grad_norm):
             run.within_step = True
             self.optimizer.step()
             run.bad_updates = 0
