@@ -14,7 +14,7 @@ import pytest
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.training import TrainingConfig, command_line, load_model, parse_config
 from grpo_kernels.training import __main__ as training_command
-from grpo_kernels.training.config import DEFAULTS
+from grpo_kernels.training.config import DEFAULTS, split_revision
 from grpo_kernels.training.loading import check_host, check_rollout
 from grpo_kernels.training.ranks import make_accelerator
 from tests.helpers import trainer_runs
@@ -161,7 +161,7 @@ def test_options_of_ones_own(tmp_path):
         ("resume", 1, "expected bool; got 1"),
         ("output", 3, "expected str"),
         ("output", None, "expected str"),
-        ("dtype", "fp8", r"expected Literal\['fp32', 'bf16'\]; got"),
+        ("dtype", "fp8", r"expected Literal\['mixed', 'fp32', 'bf16'\]; got"),
         ("high", "x", "expected float; got 'x'"),
         ("way", "y", r"expected Literal\['x', 2\]; got 'y'"),
         ("some", ["x"], r"expected .*list\[int\].*; got \['x'\]"),
@@ -188,9 +188,9 @@ def test_flags_and_yaml(tmp_path):
 @pytest.mark.parametrize(
     ("line", "name", "value"),
     (
-        ("revision: '0123456'", "revision", "0123456"),
-        ("revision: null", "revision", None),
-        ("precision: no", "precision", "no"),
+        ("ref_model: '0123456'", "ref_model", "0123456"),
+        ("ref_model: null", "ref_model", None),
+        ("scale_rewards: none", "scale_rewards", "none"),
         ("stop: [no, '007', '']", "stop", ["no", "007", ""]),
         ("reward_weights: [1, .5]", "reward_weights", [1.0, 0.5]),
         ("steps: 1_000", "steps", 1000),
@@ -202,7 +202,7 @@ def test_flags_and_yaml(tmp_path):
 def test_an_option_in_a_file_gets_what_is_written(line, name, value, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(f"model: m\nrewards: [answer, format]\n{line}\n")
-    found = getattr(parse_config([str(path)], revision="v1"), name)
+    found = getattr(parse_config([str(path)], ref_model="r", beta=0.1), name)
     assert found == value and type(found) is type(value)
 
 
@@ -217,9 +217,16 @@ def test_a_run_has_a_file_of_its_options(tmp_path):
     assert parse_config([str(path)], kind=Own) == config
 
 
+def test_a_revision_is_behind_the_name_of_a_model_on_the_hub(tmp_path):
+    (folder := tmp_path / "m@v1").mkdir()
+    assert split_revision("a/b@v1") == ("a/b", {"revision": "v1"})
+    for model in ("a/b", str(folder)):
+        assert split_revision(model) == (model, {})
+
+
 def test_flags_are_texts_where_the_option_is_one():
-    config = parse_config(["--model", "m", "--revision", "0123456", "--stop", "no", "007"])
-    assert (config.revision, config.stop) == ("0123456", ["no", "007"])
+    config = parse_config(["--model", "0123456", "--stop", "no", "007"])
+    assert (config.model, config.stop) == ("0123456", ["no", "007"])
     assert parse_config(["--model=m", "--top-k=3"]).top_k == 3
 
 
@@ -229,7 +236,7 @@ def test_flags_are_texts_where_the_option_is_one():
         ("model: m", ["--step", "3"], ["--step does not exist: did you mean --steps"]),
         ("modell: m", [], ["--modell does not exist: did you mean --model"]),
         ("model: m\nbeta: high", [], ['"beta"', "Got value: high"]),
-        ("model: m\nrevision: 0123456", [], ['"revision"', "Given value: 123456"]),
+        ("model: 0123456", [], ['"model"', "Got value: 123456"]),
         ("model: m\nsteps: 3\nbeta: 0.1\nsteps: 4", [], ['duplicate key "steps"', "line 4"]),
         ("model: m", ["--loss_type", "ppo"], ["loss_type: expected one of grpo"]),
         ("steps: 3", [], ["model: expected a hub name or a folder"]),

@@ -27,7 +27,7 @@ _COMMAND, _SOME_LOSSES = "This command", "Options of some loss types only"
 # Options of other trainers, and what to do here.
 ELSEWHERE = {
     "batch_size": "Set prompts_per_step: prompts, not completions, over all processes.",
-    "bf16": "Set precision to bf16.",
+    "bf16": "Set dtype to mixed, or to bf16 for weights as well.",
     "clip_eps": "Set epsilon.",
     "clip_range": "Set epsilon.",
     "cliprange": "Set epsilon.",
@@ -47,6 +47,7 @@ ELSEWHERE = {
     "lr_scheduler_type": "Set schedule.",
     "max_length": "Set max_prompt_length and max_completion_length.",
     "max_new_tokens": "Set max_completion_length.",
+    "model_revision": "Set model to NAME@REVISION.",
     "max_steps": "Set steps: a step is a rollout and epochs_per_rollout * minibatches updates.",
     "model_name_or_path": "Set model.",
     "mu": "Set epochs_per_rollout.",

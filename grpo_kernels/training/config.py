@@ -19,7 +19,8 @@ from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, OwnLoss
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+# Dtypes of weights, as torch calls them.
+DTYPES = {"mixed": "float32", "fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +37,10 @@ class TrainingConfig(GRPOLossConfig):
 
     # Model
     model: str = ""
-    """Hub name or folder of a causal language model."""
-    revision: str | None = None
-    """Commit, tag or branch of a model on the hub; none: the newest."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the weights: fp32 or bf16."""
-    precision: Literal["auto", "no", "bf16"] = "auto"
-    """Autocast of GEMMs: bf16, no, or auto (bf16 on a GPU that has it)."""
+    """Causal language model: a name on the hub, as OWNER/NAME[@REVISION], or a folder."""
+    dtype: Literal["mixed", "fp32", "bf16"] = "mixed"
+    """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32, GEMMs bf16 on a GPU that has
+    it)."""
     trainable: str | None = None
     """Regular expression: parameters whose names match are trained; none: all are."""
     gradient_checkpointing: bool = False
@@ -121,7 +119,7 @@ class TrainingConfig(GRPOLossConfig):
     loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of the class of the loss: in YAML a mapping, as flags --loss_options.NAME VALUE."""
     ref_model: str | None = None
-    """Reference of the KL: hub name or folder; none: the model before training, with LoRA the model
+    """Reference of the KL, named like model; none: the model before training, with LoRA the model
     without adapters."""
     sync_ref_every: int = 0
     """Steps after which the reference is updated to the policy; 0: never."""
@@ -360,6 +358,14 @@ def defaults_of(kind: type[TrainingConfig]) -> dict[str, Any]:
 
 
 DEFAULTS = defaults_of(TrainingConfig)
+
+
+def split_revision(model: str) -> tuple[str, dict[str, str]]:
+    """The name in `NAME@REVISION`, and the revision as an argument, where there is one."""
+    name, _, revision = model.partition("@")
+    if not revision or Path(model).exists():
+        return model, {}
+    return name, {"revision": revision}
 
 
 def imported(option: str, name: str) -> Callable[..., Any]:

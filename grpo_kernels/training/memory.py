@@ -31,7 +31,7 @@ from ..head.budget import default_chunk_bytes
 from ..integrations.hf_head import head_of
 from ..integrations.private import without_memory
 from .command_line import parse_config
-from .config import DTYPES, TrainingConfig
+from .config import DTYPES, TrainingConfig, split_revision
 from .loading import explain_missing_model, set_trainable
 from .policy import Batch, Policy, without_values
 from .vllm_rollout import kv_cache_bytes
@@ -220,7 +220,7 @@ def _counted(policy: Policy, config: TrainingConfig, rows: int, gpu: bool) -> tu
 
 
 def _autocasts(config: TrainingConfig, gpu: bool) -> bool:
-    return config.dtype == "fp32" and (config.precision, gpu) in (("bf16", gpu), ("auto", True))
+    return config.dtype == "mixed" and gpu
 
 
 def _bytes(x: torch.Tensor) -> int:
@@ -257,8 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     gpu_bytes = None if config.gpu_gib is None else int(config.gpu_gib * GIB)
     try:
         with explain_missing_model(config.model):
-            revision = {"revision": config.revision} if config.revision else {}
-            model_config = AutoConfig.from_pretrained(config.model, **revision)
+            name, revision = split_revision(config.model)
+            model_config = AutoConfig.from_pretrained(name, **revision)
     except OSError as error:
         sys.exit(str(error))
     prediction = predict(

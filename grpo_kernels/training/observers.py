@@ -161,8 +161,8 @@ def introduction(
         )
     if config.dtype == "bf16" and not config.lora_rank:
         yield (
-            "warning: bf16 weights move by 1/256 of themselves or not at all: use dtype fp32 "
-            "(its GEMMs are bf16 with precision), lora_rank, or a large learning_rate"
+            "warning: bf16 weights move by 1/256 of themselves or not at all: use dtype mixed "
+            "(fp32, with GEMMs in bf16), lora_rank, or a large learning_rate"
         )
     if config.share_prompts and not policy.shares_prompts:
         yield f"Prompts are encoded with each completion: {policy.why_not_shared}"

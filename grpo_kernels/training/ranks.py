@@ -123,9 +123,8 @@ def largest(accelerator: Accelerator, numbers: list[int]) -> list[int]:
 
 def mixed_precision(config: TrainingConfig) -> str:
     """The precision of autocast: `"bf16"` or `"no"`."""
-    if config.precision != "auto":
-        return config.precision
-    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+    low = config.dtype != "fp32" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return "bf16" if low else "no"
 
 
 def gemm_dtype(config: TrainingConfig) -> str:
