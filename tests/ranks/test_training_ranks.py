@@ -97,7 +97,7 @@ def test_a_fault_of_one_rank(fault, call, ranks, alone, tiny_model, tmp_path):
 
 
 def test_ranks_of_an_evaluation_draw_different_samples(ranks, tiny_model, tmp_path):
-    """Of one prompt twice, which each of two ranks answers once."""
+    """Two ranks answer one prompt, each of them once."""
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([json.dumps({"prompt": "1 + 1 = ", "answer": 2})] * 2))
     job = "tests.ranks.training_jobs:evaluated"
