@@ -334,7 +334,7 @@ def test_a_prompt_is_to_be_gone_on_from(tokenizer):
     ),
 )
 def test_a_message_has_a_text_parts_or_nothing(content, text):
-    assert report.text_of([USER, {"role": "user", "content": content}]) == text
+    assert report.prompt_text([USER, {"role": "user", "content": content}]) == text
 
 
 def prompt(**options):

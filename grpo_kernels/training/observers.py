@@ -196,7 +196,7 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for i, row in enumerate(rows):
         if i == 0 or row["prompt"] != rows[i - 1]["prompt"]:
-            *_, last = report.text_of(row["prompt"]).strip().split("\n\n")  # without examples
+            *_, last = report.prompt_text(row["prompt"]).strip().split("\n\n")  # without examples
             answer = _in_one_line(str(row["answer"]))[:20]
             lines.append(f"      prompt: {_in_one_line(last)[-90:]}  (right answer: {answer})")
         lines.append(

@@ -48,7 +48,7 @@ _CURVES = {
 }
 
 
-def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Returns the text of a prompt, or of a chat's last message, whose content may have parts."""
     content = prompt if isinstance(prompt, str) else prompt[-1].get("content")
     if content is None or isinstance(content, str):  # none beside a call of a tool
@@ -185,7 +185,7 @@ def _texts(row: Row) -> tuple[str, ...]:
     """A row of `samples.jsonl`, as `_SAMPLE` names its parts."""
     cut = "" if row["ended"] else " [cut]"
     reward = "not scored" if row["reward"] is None else f"{row['reward']:.2f}"
-    texts = text_of(row["prompt"])[-600:], row["completion"] + cut, str(row["answer"])
+    texts = prompt_text(row["prompt"])[-600:], row["completion"] + cut, str(row["answer"])
     return *texts, reward, f"{row['advantage']:+.2f}"
 
 
