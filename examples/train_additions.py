@@ -19,11 +19,11 @@ from grpo_kernels.training import Trainer, load_model, load_problems, parse_conf
 
 def main(argv: Sequence[str] | None = None) -> Path:
     config = parse_config(
-        argv, model=MODEL, name="demo", dataset="problems:additions",
+        argv, model=MODEL, output="runs/demo", dataset="problems:additions",
         rewards=["problems:addition"], steps=30, prompts_per_step=4, num_generations=8,
         max_completion_length=16, eval_size=27, micro_batch_size=32, learning_rate=2e-5, beta=0.01,
         show_every=5, save_model=False,
-    ).unused()  # fmt: skip
+    ).in_new_folder()  # fmt: skip
     config = resolved(config)
     problems = load_problems(config)  # before a model is downloaded
     return Trainer(config, *load_model(config), *problems).train()

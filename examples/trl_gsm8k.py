@@ -40,19 +40,6 @@ class Problems:
     stock: bool = False
 
 
-def answer(prompts: Any, completions: Any, **columns: Any) -> Any:
-    return rewards.answer(prompts, texts(completions), **columns)
-
-
-def tags(prompts: Any, completions: Any, **columns: Any) -> Any:
-    return rewards.format(prompts, texts(completions), **columns)
-
-
-def texts(completions: Any) -> list[str]:
-    """The completions as text; TRL answers messages with messages."""
-    return [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-
-
 def main(argv: Sequence[str] | None = None) -> Any:
     parser = TrlParser((Problems, GRPOConfig, ModelConfig))
     on_gpu = torch.cuda.is_available()
@@ -73,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
     }  # fmt: skip
     trainer_class = GRPOTrainer if given.stock else FusedGRPOTrainer
     trainer = trainer_class(
-        model=name, reward_funcs=[answer, tags], args=args,
+        model=name, reward_funcs=[rewards.answer, rewards.format], args=args,
         train_dataset=datasets.Dataset.from_list(columns), peft_config=get_peft_config(of_model),
         quantization_config=get_quantization_config(of_model),
     )  # fmt: skip

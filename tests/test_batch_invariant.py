@@ -149,7 +149,7 @@ def test_products_of_the_callers_own_have_one_shape(call):
 def test_the_trainers_first_ratios_are_exactly_1(tiny_model, tmp_path, size):
     """Weights stand still, old log-probs are taken before: every ratio of both updates is 1."""
     config = config_of(
-        tiny_model, tmp_path, batch_invariant=True, minibatches=2, micro_batch_size=size,
+        tiny_model, tmp_path, minibatches=2, micro_batch_size=size,
         learning_rate=1e-30,
     )  # fmt: skip
     trainer_of(config).train()

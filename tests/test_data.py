@@ -214,6 +214,17 @@ def test_splits_go_by_their_names(splits, train, held_out, answered, tmp_path):
     assert {question_of(p).split()[0] for p in some} == {answered}
 
 
+def test_a_split_is_read_as_far_as_it_is_needed(tmp_path):
+    """Ten to train on need more than those for a held-out fifth of six."""
+    in_lines(tmp_path / "train.jsonl", *({"question": f"{i}", "answer": i} for i in range(200)))
+    parts = load_problems(config_of(dataset=str(tmp_path), train_size=10, eval_size=6))
+    assert [len(part) for part in parts] == [10, 6]
+    assert all(int(p["answer"]) < 30 for part in parts for p in part)
+    parts = load_problems(config_of(dataset=str(tmp_path), train_size=100, eval_size=6))
+    assert [len(part) for part in parts] == [100, 6]
+    assert all(int(p["answer"]) < 106 for part in parts for p in part)
+
+
 def test_problems_that_are_held_out_are_not_trained_on(tmp_path, caplog):
     rows = [{"question": f"{i}?", "answer": str(i)} for i in range(10)]
     in_lines(tmp_path / "train.jsonl", *rows)
@@ -323,7 +334,7 @@ def test_a_prompt_is_to_be_gone_on_from(tokenizer):
     ),
 )
 def test_a_message_has_a_text_parts_or_nothing(content, text):
-    assert report.text_of([USER, {"role": "user", "content": content}]) == text
+    assert report.prompt_text([USER, {"role": "user", "content": content}]) == text
 
 
 def prompt(**options):

@@ -98,7 +98,7 @@ def test_the_command(trained, tmp_path, capsys):
     flags = {"model": trained / "model", "num_generations": 4, "max_completion_length": 6}
     found = []
     for given in (LEVELS, LEVELS, {"dataset": path}):  # each gets a folder of its own
-        options = {**flags, **given, "output": tmp_path}
+        options = {**flags, **given, "output": tmp_path / "evaluation"}
         evaluate.main([f"--{name}={value}" for name, value in options.items()])
         folder = tmp_path / ("evaluation" + (f"-{len(found) + 1}" if found else ""))
         found.append([json.loads(line) for line in (folder / "answers.jsonl").open()])
@@ -122,9 +122,9 @@ eval_dataset: {folder}/test.jsonl
 eval_every: 10
 lora_rank: 32
 lora_alpha: 64
+gradient_checkpointing: true
 resume: true
-output: {folder}
-name: of-the-run
+output: {folder}/of-the-run
 num_generations: 2
 max_completion_length: 3
 """
@@ -141,6 +141,8 @@ def test_the_file_of_a_run_is_evaluated(trained, tmp_path, capsys):
     answers = [json.loads(x) for x in (tmp_path / "of-the-run-2" / "answers.jsonl").open()]
     assert [a["prompt"] for a in answers] == ["test"] * 3
     assert not list((tmp_path / "of-the-run").iterdir())
+    used = json.loads((tmp_path / "of-the-run-2" / "config.json").read_text())
+    assert used["lora_rank"] == 0 and used["gradient_checkpointing"] is False
 
 
 PARTS = (

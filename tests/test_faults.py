@@ -271,9 +271,11 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path)
     trainer_of(config).train()
     for begin in (trainer_of, lambda config: load_model(replace(config, model="not there"))):
-        with pytest.raises(FileExistsError, match=r"name='t' is taken: .* has a run in it"):
+        with pytest.raises(
+            FileExistsError, match=r"output: expected a folder without a run; got .*/t, whose"
+        ):
             begin(config)
-    assert config.unused().name == "t-2"
+    assert config.in_new_folder().folder == tmp_path / "t-2"
     before = (config.folder / "config.json").read_text()
     changed = replace(config, resume=True, trainable="layers", model="not there")
     with pytest.raises(ValueError, match=r"model: was .*; trainable: was None, is 'layers'"):
@@ -294,7 +296,9 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
 def test_a_run_without_checkpoints_is_not_replaced(trained, tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, save_every=-1, **trained)
     before = sorted(trainer_of(config).train().rglob("*"))
-    with pytest.raises(FileExistsError, match=r"name='t' is taken: .* has a run in it"):
+    with pytest.raises(
+        FileExistsError, match=r"output: expected a folder without a run; got .*/t, whose"
+    ):
         trainer_of(config)
     again = replace(config, resume=True)
     if config.save_model:

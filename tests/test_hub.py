@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 MISSING = {
     "model: 'gated/a'.*accept the terms on its page, then `hf auth login`": {"model": "gated/a"},
     "model: 'no/a'.*there is none of this name, or it is private": {"model": "no/a"},
-    "model: 'old/a'.*it has no such revision": {"model": "old/a", "revision": "v9"},
+    "model: 'old/a@v9'.*it has no such revision": {"model": "old/a@v9"},
     "dataset: gated/b was neither.*accept the terms on its page": {"dataset": "gated/b"},
     "dataset: no/b was neither.*none of this name, or it is.*Without the hub: a .json": {
         "dataset": "no/b"

@@ -98,7 +98,7 @@ def test_memory_that_runs_out_once_weights_have_moved(where, step, tiny_model, t
     elif where == "reference":
         owner, name, calls = trainer.reference, "sync", {step}
     else:
-        owner, name, calls = trainer.sampler, "take_sync_seconds", {step}
+        owner, name, calls = trainer.metrics, "take", {step}
     setattr(owner, name, at_calls(calls, out_of_memory, getattr(owner, name)))
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()

@@ -1,6 +1,7 @@
 """The forecast of a run's memory and time; recipes in `examples/configs`, which fit their cards."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -165,6 +166,8 @@ def test_each_process_has_all_weights_and_its_share_of_the_prompts():
     for name in ("weights", "gradients", "optimizer", "reference", "activations"):
         assert getattr(eight, name) == getattr(one, name), name
     assert eight.kv_cache * 8 == one.kv_cache
+    assert (one.buckets, eight.buckets) == (0, one.gradients)
+    assert replace(eight, buckets=0).peak + eight.buckets == eight.peak
 
 
 @pytest.mark.slow
@@ -176,7 +179,9 @@ def test_a_recipe_fits_its_card(name, capsys, tmp_path):
     launched = re.search(r"--config_file (\S+)", header)
     assert launched is None or (ROOT / launched[1]).exists()
     config = parse_config([str(CONFIGS / name)])
-    assert config.name in name  # two recipes do not write into one folder
+    assert config.folder.name in name  # two recipes do not write into one folder
+    # What comes due before the end.
+    assert max(config.sync_ref_every, config.eval_every, config.warmup_steps) < config.steps
     flags = re.search(rf"^#   .*\.memory \S*{name} (.*)$", header, re.M)[1].split()
     if flags[0] == "--cpu":
         flags = flags[:1]  # without the folder of its model

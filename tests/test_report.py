@@ -62,7 +62,7 @@ def test_curves_of_one_short_name_are_told_apart(monkeypatch):
 
 
 def test_a_page_is_made_of_folders_without_an_environment(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model": "m", "name": "n", "dataset": "d"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model": "m", "dataset": "d"}))
     assert "Device" not in report.write(tmp_path)[0].read_text()
 
 

@@ -89,7 +89,7 @@ def test_functions_of_one_name_all_count(monkeypatch):
 
 @pytest.mark.parametrize("names", (["breif"], "breif", ["brief", "breif"], [], 3.5))
 def test_a_column_that_names_no_function_is_refused(names):
-    some = [{"prompt": "a", "rewards": ["brief"]}, {"prompt": "b", "rewards": names}]
+    some = [{"prompt": x, "answer": "1", "rewards": y} for x, y in (("a", ["brief"]), ("b", names))]
     functions = functions_of(brief=lambda completions: [1.0] * len(completions))
     message = r"rewards: the column `rewards` of train\[1\] has .*, and the run has brief: name"
     with pytest.raises(ValueError, match=message):

@@ -72,7 +72,7 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
     assert "<!-- sync -->" in page
     said = capsys.readouterr().out
     assert "held-out accuracy 0.0% (95 %: 0.0% to 43.4%) of 5" in said
-    assert ", sync 0." in said
+    assert "(sync 0." in said
     from transformers import AutoModelForCausalLM
 
     before = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -136,7 +136,9 @@ def test_another_model_is_the_reference(other, tiny_model, tmp_path):
     folder, model = other
     config = config_of(tiny_model, tmp_path, beta=0.1, ref_model=folder)
     for lora_rank in (0, 2):
-        trainer = trainer_of(replace(config, name=f"lora-{lora_rank}", lora_rank=lora_rank))
+        trainer = trainer_of(
+            replace(config, output=str(tmp_path / f"lora-{lora_rank}"), lora_rank=lora_rank)
+        )
         for name, p in trainer.reference.copy.model.named_parameters():
             assert torch.equal(p, model.get_parameter(name)) and not p.requires_grad
         assert rows_of(trainer.train())[0]["kl"] > 0.01
@@ -275,6 +277,24 @@ def test_problems_need_what_they_are_judged_by(tiny_model, tmp_path):
     assert "accuracy" not in rows_of(folder)[0]
 
 
+def test_answers_that_cannot_be_compared_are_refused_before_the_first_step(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path)
+    odd = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": 0.5}]
+    paid, own = config_of(tiny_model, tmp_path, rewards=["answer"]), {"rewards": {"noise": noise}}
+    loaded = load_model(config)
+    for used, parts, options, where in (
+        (config, (odd,), own, "got 0.5 in train"), (config, (odd[:1], odd), own, "in held_out"),
+        # By the reward, whatever evaluations count by.
+        (paid, (odd,), {"is_correct": lambda text, right: False}, "got 0.5 in train"),
+        (paid, ([odd[0], {"prompt": "b"}],), {}, "got None in train"),
+    ):  # fmt: skip
+        message = "answer is neither text nor a whole number: write it as text, .*"
+        with pytest.raises(ValueError, match=rf"{message}{where}\[1\]$"):
+            Trainer(used, *loaded, *parts, **options)
+    # Nothing of the library's compares them.
+    Trainer(config, *loaded, odd, odd, is_correct=lambda text, right: right == 0.5, **own)
+
+
 @pytest.mark.parametrize("pad_token", (None, "[PAD]"))
 def test_a_tokenizer_has_a_pad_token_that_the_model_knows(pad_token, tiny_model, tmp_path):
     """Users add one, and no row of the embedding."""
@@ -293,7 +313,9 @@ def test_a_tokenizer_has_a_pad_token_that_the_model_knows(pad_token, tiny_model,
     with pytest.raises(ValueError, match=told):
         trainer_of(config, model, tokenizer)
     with pytest.raises(ValueError, match=told):
-        evaluate.main([f"--model={folder}", f"--dataset={config.dataset}", f"--output={tmp_path}"])
+        evaluate.main(
+            [f"--model={folder}", f"--dataset={config.dataset}", f"--output={tmp_path}/e"]
+        )
 
 
 def test_trackers_get_every_step(tiny_model, tmp_path):
@@ -323,7 +345,7 @@ def test_trackers_get_every_step(tiny_model, tmp_path):
 
 def test_a_run_that_nobody_looks_at_trains_the_same(tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, eval_size=3, eval_every=1, save_every=1, steps=4)
-    seen, alone = trainer_of(config), trainer_of(replace(config, name="alone"))
+    seen, alone = trainer_of(config), trainer_of(replace(config, output=str(tmp_path / "alone")))
     seen.train()
     alone.run.observers.clear()
     folder = alone.train()
@@ -332,12 +354,11 @@ def test_a_run_that_nobody_looks_at_trains_the_same(tiny_model, tmp_path):
         ".lock", "checkpoints", "config.json", "metrics.jsonl", "evaluations.jsonl",
         "answers.jsonl",
     }  # fmt: skip
-    # Nor are checkpoints deleted.
     kept = [len([*(x / "checkpoints").iterdir()]) for x in (config.folder, folder)]
-    assert kept[0] in (2, 3) and kept[1] == 4
+    assert kept[0] == kept[1] in (2, 3)
 
 
-@pytest.mark.parametrize("event", ("start", "step", "evaluation", "saved", "end", "on_step"))
+@pytest.mark.parametrize("event", ("start", "step", "evaluation", "end", "on_step"))
 def test_who_looks_on_never_ends_a_run(event, tiny_model, tmp_path, capsys):
     """A tracker without a network, say: the row is there when it looks, and so are all others."""
     config = config_of(tiny_model, tmp_path, eval_size=2, eval_every=1, save_every=1, steps=3)
@@ -414,7 +435,9 @@ def test_prompts_are_tokenized_once():
 def test_a_loss_by_instance_is_that_of_its_name(tiny_model, tmp_path):
     """The loss's repr is recorded; a run goes on by it."""
     config = config_of(tiny_model, tmp_path, loss_type=Sapo(temperature_neg=1.3), beta=0.1)
-    named = replace(config, name="named", loss_type="sapo", sapo_temperature_neg=1.3)
+    named = replace(
+        config, output=str(tmp_path / "named"), loss_type="sapo", sapo_temperature_neg=1.3
+    )
     rows = [rows_of(trainer_of(one).train()) for one in (config, named)]
     assert rows[0] == rows[1]
     recorded = json.loads((config.folder / "config.json").read_text())["loss_type"]

@@ -14,7 +14,7 @@ import pytest
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.training import TrainingConfig, command_line, load_model, parse_config
 from grpo_kernels.training import __main__ as training_command
-from grpo_kernels.training.config import DEFAULTS
+from grpo_kernels.training.config import DEFAULTS, split_revision
 from grpo_kernels.training.loading import check_host, check_rollout
 from grpo_kernels.training.ranks import make_accelerator
 from tests.helpers import trainer_runs
@@ -41,13 +41,12 @@ VALUES = {
     "rewards: expected at least one": {"rewards": []},
     "reward_weights: expected a finite number for each of": {"reward_weights": [1.0, 2.0]},
     "reward_weights: expected a finite .*nan": {"reward_weights": [math.nan, 1.0]},
-    r"name: expected the name of a folder inside output; got '\.\.'": {"name": ".."},
+    r"output: expected a folder that has a name; got 'runs/\.\.'": {"output": "runs/.."},
     "seed: expected a number from 0 to": {"seed": -1},
     "minibatches: expected a divisor of prompts_per_step = 4": {"minibatches": 3},
     "trainable: expected a regular expression": {"trainable": "("},
     "trainable='x' does not work with lora_rank": {"trainable": "x", "lora_rank": 2},
     "eval_every=2 has no effect without eval_size: set": {"eval_every": 2},
-    "name: expected the name of a folder": {"name": "a/b"},
     "prompt_template: expected a text with {question} in it": {"prompt_template": "no place"},
     "kl_estimator='k1' has no effect without beta": {"kl_estimator": "k1"},
     "lora_alpha=8 has no effect without lora_rank": {"lora_alpha": 8},
@@ -161,8 +160,8 @@ def test_options_of_ones_own(tmp_path):
         ("stop", ["x", 1], r"expected list\[str\]; got \['x', 1\]"),
         ("resume", 1, "expected bool; got 1"),
         ("output", 3, "expected str"),
-        ("name", None, "expected str"),
-        ("dtype", "fp8", r"expected Literal\['fp32', 'bf16'\]; got"),
+        ("output", None, "expected str"),
+        ("dtype", "fp8", r"expected Literal\['mixed', 'fp32', 'bf16'\]; got"),
         ("high", "x", "expected float; got 'x'"),
         ("way", "y", r"expected Literal\['x', 2\]; got 'y'"),
         ("some", ["x"], r"expected .*list\[int\].*; got \['x'\]"),
@@ -180,18 +179,18 @@ def test_flags_and_yaml(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("model: m\nlearning_rate: 1e-6\nstop: [</answer>]\nbeta: 0.04\nsteps: 7\n"
                     "chat: true\nreplay_support: false\n")  # fmt: skip
-    config = parse_config([str(path), "--steps", "9", "--no_share_prompts"], name="n")
+    config = parse_config([str(path), "--steps", "9", "--no_share_prompts"], output="n")
     assert (config.model, config.learning_rate, config.stop) == ("m", 1e-6, ["</answer>"])
-    assert (config.beta, config.steps, config.name, config.share_prompts) == (0.04, 9, "n", False)
+    assert (config.beta, config.steps, config.output, config.share_prompts) == (0.04, 9, "n", False)
     assert (config.chat, config.replay_support) == (True, False)
 
 
 @pytest.mark.parametrize(
     ("line", "name", "value"),
     (
-        ("revision: '0123456'", "revision", "0123456"),
-        ("revision: null", "revision", None),
-        ("precision: no", "precision", "no"),
+        ("ref_model: '0123456'", "ref_model", "0123456"),
+        ("ref_model: null", "ref_model", None),
+        ("scale_rewards: none", "scale_rewards", "none"),
         ("stop: [no, '007', '']", "stop", ["no", "007", ""]),
         ("reward_weights: [1, .5]", "reward_weights", [1.0, 0.5]),
         ("steps: 1_000", "steps", 1000),
@@ -203,7 +202,7 @@ def test_flags_and_yaml(tmp_path):
 def test_an_option_in_a_file_gets_what_is_written(line, name, value, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(f"model: m\nrewards: [answer, format]\n{line}\n")
-    found = getattr(parse_config([str(path)], revision="v1"), name)
+    found = getattr(parse_config([str(path)], ref_model="r", beta=0.1), name)
     assert found == value and type(found) is type(value)
 
 
@@ -218,9 +217,16 @@ def test_a_run_has_a_file_of_its_options(tmp_path):
     assert parse_config([str(path)], kind=Own) == config
 
 
+def test_a_revision_is_behind_the_name_of_a_model_on_the_hub(tmp_path):
+    (folder := tmp_path / "m@v1").mkdir()
+    assert split_revision("a/b@v1") == ("a/b", {"revision": "v1"})
+    for model in ("a/b", str(folder)):
+        assert split_revision(model) == (model, {})
+
+
 def test_flags_are_texts_where_the_option_is_one():
-    config = parse_config(["--model", "m", "--revision", "0123456", "--stop", "no", "007"])
-    assert (config.revision, config.stop) == ("0123456", ["no", "007"])
+    config = parse_config(["--model", "0123456", "--stop", "no", "007"])
+    assert (config.model, config.stop) == ("0123456", ["no", "007"])
     assert parse_config(["--model=m", "--top-k=3"]).top_k == 3
 
 
@@ -230,11 +236,11 @@ def test_flags_are_texts_where_the_option_is_one():
         ("model: m", ["--step", "3"], ["--step does not exist: did you mean --steps"]),
         ("modell: m", [], ["--modell does not exist: did you mean --model"]),
         ("model: m\nbeta: high", [], ['"beta"', "Got value: high"]),
-        ("model: m\nrevision: 0123456", [], ['"revision"', "Given value: 123456"]),
+        ("model: 0123456", [], ['"model"', "Got value: 123456"]),
         ("model: m\nsteps: 3\nbeta: 0.1\nsteps: 4", [], ['duplicate key "steps"', "line 4"]),
         ("model: m", ["--loss_type", "ppo"], ["loss_type: expected one of grpo"]),
         ("steps: 3", [], ["model: expected a hub name or a folder"]),
-        ("model: m\nname:", [], ["name: expected str; got None"]),
+        ("model: m\noutput:", [], ["output: expected str; got None"]),
         ("steps", [], ["Unexpected config: steps"]),
         (": {", [], ["Problems parsing config", "line 1"]),
         (None, [], ["File does not exist"]),
@@ -286,7 +292,7 @@ def test_every_option_is_explained_in_its_group(capsys):
 def test_the_command_trains_from_a_file(tiny_model, tmp_path):
     options = trainer_runs.config_of(tiny_model, tmp_path, steps=1, rewards=["answer"]).as_json()
     (tmp_path / "run.yaml").write_text(json.dumps(options))
-    folder = training_command.main([str(tmp_path / "run.yaml"), "--name", "other"])
+    folder = training_command.main([str(tmp_path / "run.yaml"), f"--output={tmp_path}/other"])
     assert folder == tmp_path / "other" and len(trainer_runs.rows_of(folder)) == 1
 
 

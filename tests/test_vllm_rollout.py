@@ -211,12 +211,13 @@ def test_an_engine_that_does_not_start_says_what_to_do(make, engine, monkeypatch
 
 def test_a_cpu_has_the_cache_that_all_rows_need(model_folder):
     """Two blocks of 32 for 40 tokens, one more, and a sequence more than there are."""
-    lengths = {"max_prompt_length": 24, "max_completion_length": 16, "revision": "v1"}
+    lengths = {"max_prompt_length": 24, "max_completion_length": 16}
     config = config_of(model_folder, "x", rollout="vllm", **lengths)
     options = engine_options(config, 6, False)
     # 2 layers of one head of 32 numbers, keys and values, 4 bytes each.
     assert options["kv_cache_memory_bytes"] == 7 * 3 * 32 * (2 * 2 * 32 * 4)
     assert options["max_model_len"] == 40 and options["block_size"] == 32
-    assert options["revision"] == "v1"
-    options = engine_options(replace(config, revision=None), 6, True)
+    options = engine_options(config, 6, True)
     assert not {"kv_cache_memory_bytes", "revision"} & options.keys()
+    options = engine_options(replace(config, model="owner/name@v1"), 6, True)
+    assert (options["model"], options["revision"]) == ("owner/name", "v1")

@@ -28,7 +28,7 @@ from .data import Problem
 # Options that may change when a run goes on: how long, how often something is logged or saved, and
 # how the work is cut into pieces.
 MAY_CHANGE = {
-    "steps", "output", "name", "resume", "eval_every", "save_every", "show_every", "save_model",
+    "steps", "output", "resume", "eval_every", "save_every", "show_every", "save_model",
     "trackers", "micro_batch_size", "vllm_gpu_memory_utilization",
     "vllm_enable_sleep_mode",
 }  # fmt: skip
@@ -148,7 +148,7 @@ class _Failed(Exception):
 
 def save(accelerator: Accelerator, folder: Path, state: Mapping[str, Any]) -> str | None:
     """Writes the checkpoint of `state["step"]`; returns the first process's error, or None."""
-    final = folder / "checkpoints" / _name(state["step"])
+    final = folder / "checkpoints" / f"step-{state['step']:06d}"
     scratch = final.with_name(f".{final.name}.tmp")
     main = accelerator.is_main_process
     # A full disk is an OSError to Python, a RuntimeError to torch, another one to safetensors.
@@ -272,10 +272,6 @@ def prune(folder: Path, best: int) -> None:
         with suppress(OSError):
             whole[step].rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:06d}"
 
 
 def _whole(folder: Path) -> dict[int, Path]:

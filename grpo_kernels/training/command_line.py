@@ -21,13 +21,13 @@ _Config = TypeVar("_Config", bound=TrainingConfig)
 # Titles in `--help`, by the first option under each in `TrainingConfig`.
 _GROUPS = {
     "model": "Model", "dataset": "Data and rewards", "steps": "Sampling", "loss_type": "Loss",
-    "epochs_per_rollout": "Updates", "name": "Logs and checkpoints",
+    "epochs_per_rollout": "Updates", "output": "Logs and checkpoints",
 }  # fmt: skip
 _COMMAND, _SOME_LOSSES = "This command", "Options of some loss types only"
 # Options of other trainers, and what to do here.
 ELSEWHERE = {
     "batch_size": "Set prompts_per_step: prompts, not completions, over all processes.",
-    "bf16": "Set precision to bf16.",
+    "bf16": "Set dtype to mixed, or to bf16 for weights as well.",
     "clip_eps": "Set epsilon.",
     "clip_range": "Set epsilon.",
     "cliprange": "Set epsilon.",
@@ -47,13 +47,14 @@ ELSEWHERE = {
     "lr_scheduler_type": "Set schedule.",
     "max_length": "Set max_prompt_length and max_completion_length.",
     "max_new_tokens": "Set max_completion_length.",
+    "model_revision": "Set model to NAME@REVISION.",
     "max_steps": "Set steps: a step is a rollout and epochs_per_rollout * minibatches updates.",
     "model_name_or_path": "Set model.",
     "mu": "Set epochs_per_rollout.",
     "num_iterations": "Set epochs_per_rollout; where it renews the reference, sync_ref_every.",
     "num_steps": "Set steps.",
     "num_train_epochs": "Set steps: each takes prompts_per_step problems.",
-    "output_dir": "Set output (the folder of runs) and name (the run's folder in it).",
+    "output_dir": "Set output.",
     "per_device_train_batch_size": "Set micro_batch_size, in completions: it changes memory, not "
     "gradients.",
     "ref_model_mixup_alpha": "Set ref_mixup_alpha; its default is 1.0.",

@@ -16,11 +16,11 @@ from typing import Any, Literal, get_type_hints
 
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
-from ..head.execution import Execution
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, OwnLoss
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+# Dtypes of weights, as torch calls them.
+DTYPES = {"mixed": "float32", "fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,10 @@ class TrainingConfig(GRPOLossConfig):
 
     # Model
     model: str = ""
-    """Hub name or folder of a causal language model."""
-    revision: str | None = None
-    """Commit, tag or branch of a model on the hub; none: the newest."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the weights: fp32 or bf16."""
-    precision: Literal["auto", "no", "bf16"] = "auto"
-    """Autocast of GEMMs: bf16, no, or auto (bf16 on a GPU that has it)."""
+    """Causal language model: a name on the hub, as OWNER/NAME[@REVISION], or a folder."""
+    dtype: Literal["mixed", "fp32", "bf16"] = "mixed"
+    """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32, GEMMs bf16 on a GPU that has
+    it)."""
     trainable: str | None = None
     """Regular expression: parameters whose names match are trained; none: all are."""
     gradient_checkpointing: bool = False
@@ -122,7 +119,7 @@ class TrainingConfig(GRPOLossConfig):
     loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of the class of the loss: in YAML a mapping, as flags --loss_options.NAME VALUE."""
     ref_model: str | None = None
-    """Reference of the KL: hub name or folder; none: the model before training, with LoRA the model
+    """Reference of the KL, named like model; none: the model before training, with LoRA the model
     without adapters."""
     sync_ref_every: int = 0
     """Steps after which the reference is updated to the policy; 0: never."""
@@ -134,8 +131,6 @@ class TrainingConfig(GRPOLossConfig):
     logits_dtype: Literal["fp32", "model"] = "fp32"
     """Dtype of logits: fp32, or model (rounded to the model's dtype, as some samplers do); the
     first step warns if the other one fits the sampler better."""
-    batch_invariant: bool = False
-    """Make log-probs independent, to the bit, of the other rows of a micro-batch."""
 
     # Updates
     epochs_per_rollout: int = 1
@@ -161,10 +156,8 @@ class TrainingConfig(GRPOLossConfig):
     """Clip gradients to this norm."""
 
     # Logs and checkpoints
-    name: str = "grpo"
-    """Name of the run, and of its folder in output."""
-    output: str = "runs"
-    """Folder of all runs."""
+    output: str = "runs/grpo"
+    """Folder of the run, which has its name."""
     eval_every: int = 0
     """Steps between evaluations; 0: only before and after."""
     show_every: int = 10
@@ -231,10 +224,6 @@ class TrainingConfig(GRPOLossConfig):
             options["max_completion_length"] = None
         return GRPOLossConfig(**options)
 
-    def execution(self) -> Execution:
-        """The `Execution` of every call over the head."""
-        return Execution(batch_invariant=self.batch_invariant)
-
     def as_json(self) -> dict[str, Any]:
         """The options by name, as JSON takes them."""
         return _through_json({option.name: getattr(self, option.name) for option in fields(self)})
@@ -247,14 +236,14 @@ class TrainingConfig(GRPOLossConfig):
     @property
     def folder(self) -> Path:
         """The folder of the run."""
-        return Path(self.output) / self.name
+        return Path(self.output)
 
-    def unused(self) -> TrainingConfig:
-        """The config under a name that is not taken, `name-2` say, unless its run is resumed."""
+    def in_new_folder(self) -> TrainingConfig:
+        """The config with a folder that is not there yet, `output-2` say, unless resumed."""
         number, config = 1, self
         while not self.resume and config.folder.exists():
             number += 1
-            config = replace(self, name=f"{self.name}-{number}")
+            config = replace(self, output=f"{self.folder}-{number}")
         return config
 
     @property
@@ -295,8 +284,7 @@ class TrainingConfig(GRPOLossConfig):
         """Refuses values out of their range."""
         require, n = self.require, vars(self)
         require("model", self.model, "a hub name or a folder")
-        folder = self.name not in ("", "..") and Path(self.name).name == self.name
-        require("name", folder, "the name of a folder inside output")
+        require("output", self.folder.name not in ("", ".."), "a folder that has a name")
         require("rewards", self.rewards, "at least one reward function")
         weights, rewards = self.reward_weights, self.rewards
         as_many = not weights or len(weights) == len(rewards)
@@ -342,22 +330,19 @@ class TrainingConfig(GRPOLossConfig):
 
     def _check_together(self) -> None:
         """Refuses options that do not go together."""
-        refuse = self._refuse
-        if self.trainable is not None and self.lora_rank:
-            refuse("trainable", "does not work with lora_rank, which trains adapters alone: pass "
-                   "one of the two")  # fmt: skip
-        if self.sync_ref_every and self.lora_rank:
-            refuse("sync_ref_every", "does not work with lora_rank: there the reference is the "
-                   "base model without adapters")  # fmt: skip
-        if self.sync_ref_every and self.ref_model is not None:
-            refuse("sync_ref_every", "does not work with ref_model, which never changes: pass one "
-                   "of the two")  # fmt: skip
+        for name, other, is_set, why in (
+            ("trainable", "lora_rank", self.lora_rank, "trains adapters alone"),
+            ("sync_ref_every", "lora_rank", self.lora_rank,
+             "has the model without adapters as its reference"),
+            ("sync_ref_every", "ref_model", self.ref_model, "never changes"),
+            ("entropy_coef", "top_entropy_quantile", self.top_entropy_quantile < 1,
+             "would have the bonus depend on micro_batch_size"),
+        ):  # fmt: skip
+            if is_set and getattr(self, name):
+                self._refuse(name, f"does not work with {other}, which {why}: pass one of the two")
         if self.kl_estimator == "exact" and self.records_support:
-            refuse("kl_estimator", "needs the full softmax and does not work with replay_support: "
-                   "pass --no_replay_support or another kl_estimator")  # fmt: skip
-        if self.top_entropy_quantile < 1 and self.entropy_coef:
-            refuse("entropy_coef", "does not work with top_entropy_quantile: the bonus would "
-                   "depend on micro_batch_size; pass one of the two")  # fmt: skip
+            self._refuse("kl_estimator", "needs the full softmax and does not work with "
+                         "replay_support: pass --no_replay_support or another one")  # fmt: skip
 
     def _refuse(self, name: str, why: str) -> None:
         raise ValueError(f"{name}={getattr(self, name)!r} {why}")
@@ -373,6 +358,14 @@ def defaults_of(kind: type[TrainingConfig]) -> dict[str, Any]:
 
 
 DEFAULTS = defaults_of(TrainingConfig)
+
+
+def split_revision(model: str) -> tuple[str, dict[str, str]]:
+    """The name in `NAME@REVISION`, and the revision as an argument, where there is one."""
+    name, _, revision = model.partition("@")
+    if not revision or Path(model).exists():
+        return model, {}
+    return name, {"revision": revision}
 
 
 def imported(option: str, name: str) -> Callable[..., Any]:

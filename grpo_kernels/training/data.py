@@ -49,7 +49,9 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         test = next((x for x in _HELD_OUT if x in splits), None)
         # Without a test split any row may be held out, and needs an answer.
         compared = test is None and num_held_out > 0
-        most = config.train_size + num_held_out if split and config.train_size else None
+        most = None
+        if split and config.train_size:  # five times those that are held out, as `_split` does
+            most = max(config.train_size + num_held_out, 5 * num_held_out)
         train = _problems(islice(splits[split], most), config, compared)
         if test is None:
             train, held_out = _split(train, num_held_out)

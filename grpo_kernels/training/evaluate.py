@@ -5,7 +5,7 @@
 answers problems with the likeliest tokens, and by `--num_generations` samples: those of
 `--eval_dataset`, or of `--dataset` the split test, else validation, else all there are; with
 `--eval_size` so many. Options are those of the training, in its own file if there is one. A new
-folder in `--output`, of `--name` or `evaluation`, gets the answers and a report.
+folder, `--output` or one like it, gets the answers and a report.
 """
 
 from __future__ import annotations
@@ -25,20 +25,12 @@ from . import logs, ranks
 from .answers import extract_answer, is_correct
 from .config import DEFAULTS, TrainingConfig
 from .data import Problem
-from .expressions import timed_out
 from .prompts import PromptEncoder, short_enough
-from .rewards import (
-    RewardFunction,
-    check_rewards,
-    judge,
-    judge_answers,
-    resolve_rewards,
-    weighted_sum,
-)
+from .rewards import RewardFunction, check_rewards, judge, resolve_rewards, weighted_sum
 from .rollout import Sampler
 
 # Columns of problems by whose values accuracy is parts apart.
-GROUPS = ("held_out", "level")
+SUBGROUPS = ("held_out", "level")
 
 
 @dataclass(frozen=True)
@@ -67,9 +59,9 @@ class Evaluation:
 
     @property
     def parts(self) -> dict[str, dict[str, Evaluation]]:
-        """Results, by column of `GROUPS`, for problems with each of its values."""
+        """Results, by column of `SUBGROUPS`, for problems with each of its values."""
         evaluations: dict[str, dict[str, Evaluation]] = {}
-        for column in GROUPS:
+        for column in SUBGROUPS:
             values: dict[str, list[dict[str, Any]]] = {}
             for answer in self.answers:
                 if answer.get(column) is not None:
@@ -150,29 +142,27 @@ def evaluate(
     # Equally many per process; of those that come twice the second is dropped at the end.
     local = [problems[i % len(problems)] for i in range(rank * each, (rank + 1) * each)]
     size = max(1, config.prompts_per_step // world * config.num_generations // count)
-    labels, answers, before = [reward.label for reward in rewards], [], timed_out()
+    labels, answers, late = [reward.label for reward in rewards], [], 0
     for start in range(0, each, size):
         asked = deepcopy(local[start : start + size])  # which observers may change
         some = [problem for problem in asked for _ in range(count)]
         completions = sampler(asked, count, temperature, length=length)
-        texts = sampler.texts(completions)
-        more = sampler.reward_keywords(completions, texts)
-        table = judge(accelerator, rewards, some, texts, more)
-        right = judge_answers(accelerator, is_correct, some, texts)
-        totals = weighted_sum(table, config.reward_weights).tolist()
-        rows = zip(some, texts, more["transcripts"], table.tolist(), totals, completions, right,
-                   strict=True)  # fmt: skip
-        for problem, text, whole, values, total, done, correct in rows:
+        judged = judge(sampler, rewards, is_correct, some, completions)
+        late += judged.timed_out
+        totals = weighted_sum(judged.rewards, config.reward_weights).tolist()
+        for i, problem in enumerate(some):
+            text, whole = judged.texts[i], judged.transcripts[i]
+            values = judged.rewards[i].tolist()
             answers.append({
                 "prompt": problem["prompt"], "completion": whole,
                 "answered": extract_answer(text),
                 **({} if text == whole else {"sampled": text}), "answer": problem["answer"],
-                "correct": correct, "ended": done.ended,
-                "reward": total, "rewards": dict(zip(labels, values, strict=True)),
-                **{column: problem[column] for column in GROUPS if column in problem},
+                "correct": judged.correct[i], "ended": completions[i].ended,
+                "reward": totals[i], "rewards": dict(zip(labels, values, strict=True)),
+                **{column: problem[column] for column in SUBGROUPS if column in problem},
             })  # fmt: skip
     answers = ranks.reduce(accelerator, answers, lambda parts: [a for part in parts for a in part])
-    late = ranks.reduce(accelerator, timed_out() - before, sum)
+    late = ranks.reduce(accelerator, late, sum)
     return accuracy_of(answers[: len(problems) * count], count, late)
 
 
@@ -194,7 +184,8 @@ class EvaluationConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         # The folder is new, and the model is taken as it is.
-        for name in ("resume", "trainable", "lora_rank", "lora_alpha", "lora_target", "eval_every"):
+        for name in ("resume", "trainable", "gradient_checkpointing", "lora_rank", "lora_alpha",
+                     "lora_target", "eval_every"):  # fmt: skip
             object.__setattr__(self, name, DEFAULTS[name])
         super().__post_init__()
 
@@ -207,14 +198,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     from .policy import Policy
 
     config: TrainingConfig = parse_config(
-        argv, kind=EvaluationConfig, name="evaluation", eval_size=0
-    ).unused()
+        argv, kind=EvaluationConfig, output="runs/evaluation", eval_size=0
+    ).in_new_folder()
     accelerator = ranks.make_accelerator(config)
     check_rollout(config, accelerator)
     rewards = resolve_rewards(config.rewards)
     dataset = config.eval_dataset or config.dataset
     problems, which = load_to_answer(config, dataset, config.eval_size or None)
-    check_rewards(rewards, problems, dataset)
+    check_rewards(rewards, problems, dataset, compared=True)
     model, tokenizer = load_model(config)
     set_pad_token(tokenizer, model)
     say = tqdm.write if accelerator.is_main_process else lambda _: None
@@ -228,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sampler = Sampler(rollout, model, encode, config, accelerator)
 
     def ask(count: int) -> Evaluation:
-        set_seed(config.seed)
+        set_seed(config.seed, device_specific=True)
         return evaluate(problems, sampler, rewards, is_correct, config, accelerator, count)
 
     one, several = ask(1), ask(config.num_generations)

@@ -22,27 +22,40 @@ BYTES = 2 << 30
 class MathVerify:
     """math-verify in a process that a timer of its own ends when a comparison takes too long.
 
-    Any thread may ask, and no alarm of the caller's is touched.
+    Any thread may ask, and no alarm of the caller's is touched. `timed_out` counts the calls that
+    had no result, each of them, also where the comparison was known to have none.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds, self.timed_out = seconds, 0
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        # A reward and accuracy ask for the same, and so do completions that are alike.
+        self._compare = lru_cache(4096)(self._ask)
 
     def equal(self, answer: str, right: str) -> bool:
         """Returns whether two expressions are equal; False if there is no result in time."""
         with self._lock:
-            process = self._process = self._process or self._start()
             try:
-                reply = _exchange(process, json.dumps([right, answer]))
-            except BaseException:
-                self.close()  # or the next comparison would get the reply to this one
-                raise
-            if not reply:
-                self.close()
-                self.timed_out += 1
+                same = self._compare(answer, right)
+            except ChildProcessError:
+                same = None
+            self.timed_out += same is None
+        return bool(same)
+
+    def _ask(self, answer: str, right: str) -> bool | None:
+        process = self._process = self._process or self._start()
+        try:
+            reply = _exchange(process, json.dumps([right, answer]))
+        except BaseException:
+            self.close()  # or the next comparison would get the reply to this one
+            raise
+        if reply:
             return reply == "True"
+        self.close()
+        if process.returncode == -signal.SIGKILL:
+            raise ChildProcessError("somebody else ended the process")  # who may not the next time
+        return None
 
     def _start(self) -> subprocess.Popen[str]:
         if find_spec("math_verify") is None:
@@ -78,7 +91,6 @@ def _exchange(process: subprocess.Popen[str], line: str = "") -> str:
         return ""
 
 
-@lru_cache(4096)  # a reward and accuracy ask for the same
 def same_expression(answer: str, right: str) -> bool:
     """Returns whether math-verify finds two expressions equal; without a result in time, False."""
     return _math_verify().equal(answer, right)

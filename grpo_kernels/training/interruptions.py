@@ -79,7 +79,7 @@ class Interruptions:
             raise Preempted(RESUME)
 
     @contextmanager
-    def shared(self, *, may_stop: bool = False) -> Iterator[None]:
+    def guard(self, *, may_stop: bool = False) -> Iterator[None]:
         """Checks after the block, in which memory may run out and no process waits for another."""
         failed = False
         try:

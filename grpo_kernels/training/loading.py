@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..integrations.hf_head import check_logits
 from . import checkpoint, ranks
-from .config import DTYPES, TrainingConfig
+from .config import DTYPES, TrainingConfig, split_revision
 from .data import why_not_downloaded
 from .policy import Policy, without_dropout
 from .rollout import GenerateRollout, Rollout, vocabulary_of
@@ -37,8 +37,11 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
     check_host(config, on_cpu=not torch.accelerator.is_available())
     from transformers import AutoTokenizer
 
-    model = _pretrained("model", config.model, config, revision=config.revision)
-    tokenizer = AutoTokenizer.from_pretrained(config.model, revision=config.revision)
+    model, (name, revision) = (
+        _pretrained("model", config.model, config),
+        split_revision(config.model),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(name, **revision)
     return set_trainable(model, config), tokenizer
 
 
@@ -51,12 +54,12 @@ def load_reference(config: TrainingConfig) -> Any:
     return _pretrained("ref_model", str(config.ref_model), config)
 
 
-def _pretrained(option: str, name: str, config: TrainingConfig, **options: Any) -> Any:
+def _pretrained(option: str, model: str, config: TrainingConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    dtype = getattr(torch, DTYPES[config.dtype])
-    with explain_missing_model(name, option):
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    (name, revision), dtype = split_revision(model), getattr(torch, DTYPES[config.dtype])
+    with explain_missing_model(model, option):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **revision)
 
 
 @contextmanager
@@ -133,12 +136,12 @@ def check_folder(config: TrainingConfig) -> None:
     if config.resume and finished and not begun:
         raise FileExistsError(
             f"resume: the run in {folder} is finished and has no checkpoint to go on from. Pass "
-            "another name, or delete the folder"
+            "another output, or delete the folder"
         )
     if not config.resume and (begun or finished or (log.exists() and log.stat().st_size)):
         raise FileExistsError(
-            f"name={config.name!r} is taken: {folder} has a run in it, which a new one would "
-            "replace. Pass resume to go on with it, another name, or delete the folder"
+            f"output: expected a folder without a run; got {folder}, whose run a new one would "
+            "replace. Pass resume to go on with it, another output, or delete the folder"
         )
 
 

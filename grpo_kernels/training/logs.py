@@ -1,11 +1,11 @@
-"""The files of a run that grow by a line, in JSON."""
+"""The files of a run in JSON; those that grow by a line have a row per line."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,24 +45,22 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_charts(folder: Path, charts: Mapping[str, Sequence[str]]) -> None:
-    """Writes which metrics have a picture in the report, by its title."""
-    scratch = folder / "charts.tmp"
-    scratch.write_text(json.dumps(charts, indent=1) + "\n")
-    scratch.replace(folder / "charts.json")
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes a file, whole or not at all."""
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(values, indent=1) + "\n")
+    scratch.replace(path)
 
 
-def read_charts(folder: Path) -> dict[str, list[str]]:
-    """Returns the metrics with a picture of their own, by its title."""
-    path = folder / "charts.json"
-    charts: dict[str, list[str]] = json.loads(path.read_text()) if path.exists() else {}
-    return charts
+def read_json(path: Path) -> dict[str, Any]:
+    """The values in a file; none if there is no such file."""
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:
     """Makes a run's folder; removes the rows of steps after `step`, and what was not finished."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(options, indent=1) + "\n")
+    write_json(folder / "config.json", options)
     for name in NAMES:
         path = folder / name
         if path.exists():

@@ -31,7 +31,7 @@ from ..head.budget import default_chunk_bytes
 from ..integrations.hf_head import head_of
 from ..integrations.private import without_memory
 from .command_line import parse_config
-from .config import DTYPES, TrainingConfig
+from .config import DTYPES, TrainingConfig, split_revision
 from .loading import explain_missing_model, set_trainable
 from .policy import Batch, Policy, without_values
 from .vllm_rollout import kv_cache_bytes
@@ -46,6 +46,7 @@ class Prediction:
     weights: int
     gradients: int
     optimizer: int
+    buckets: int  # DDP's, in which gradients are averaged: a copy of them
     reference: int
     activations: int  # kept by the body's forward for the backward of a micro-batch
     activation_gradients: int  # of activations, while they are needed
@@ -62,7 +63,8 @@ class Prediction:
         # The backward makes gradients as it frees activations, if there are none yet.
         both = self.gradients + working if self.accumulates else max(self.gradients, working)
         sampling = self.kv_cache + self.sampling_logits
-        return self.weights + self.optimizer + self.reference + max(both, sampling)
+        always = self.weights + self.optimizer + self.buckets + self.reference
+        return always + max(both, sampling)
 
     def table(self) -> str:
         """The bytes in GiB, one figure per line."""
@@ -159,6 +161,7 @@ def predict(
         weights=weights,
         gradients=gradients,
         optimizer=2 * gradients,
+        buckets=gradients if processes > 1 else 0,
         reference=(weights if config.ref_model else gradients) if has_reference else 0,
         activations=activations,
         # In a layer's widest part: the gate and what it gates, for all tokens.
@@ -217,7 +220,7 @@ def _counted(policy: Policy, config: TrainingConfig, rows: int, gpu: bool) -> tu
 
 
 def _autocasts(config: TrainingConfig, gpu: bool) -> bool:
-    return config.dtype == "fp32" and (config.precision, gpu) in (("bf16", gpu), ("auto", True))
+    return config.dtype == "mixed" and gpu
 
 
 def _bytes(x: torch.Tensor) -> int:
@@ -254,8 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     gpu_bytes = None if config.gpu_gib is None else int(config.gpu_gib * GIB)
     try:
         with explain_missing_model(config.model):
-            revision = {"revision": config.revision} if config.revision else {}
-            model_config = AutoConfig.from_pretrained(config.model, **revision)
+            name, revision = split_revision(config.model)
+            model_config = AutoConfig.from_pretrained(name, **revision)
     except OSError as error:
         sys.exit(str(error))
     prediction = predict(

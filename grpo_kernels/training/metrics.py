@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,7 +80,7 @@ class _Total:
 class Metrics:
     """The metrics of a run, by name; losses, rewards, rollouts and users add to them.
 
-    One that is not registered is a mean.
+    One that is not registered is a mean, `longest_max` as well: no name says how to merge.
     """
 
     def __init__(self, config: GRPOLossConfig) -> None:
@@ -235,7 +234,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -243,12 +242,7 @@ class Clock:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.add(name, time.perf_counter() - start)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Counts more seconds for a part, which has no column where there are none."""
-        if seconds:
-            self.seconds[name] += seconds
+        self.seconds[name] = time.perf_counter() - start
 
 
 def step_row(

@@ -1,4 +1,4 @@
-"""Observers of a run: terminal, completions, trackers, page, pruning of checkpoints.
+"""Observers of a run: terminal, completions, trackers, page.
 
 A run without any of them trains the same, and so does one in which they fail. All of them are in
 the main process alone, and see a row once it is written.
@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from . import checkpoint, logs, report
+from . import logs, report
 from .config import TrainingConfig
 from .evaluate import Evaluation
 from .samples import Samples
@@ -28,10 +28,9 @@ _LINE = {
 
 
 class Observer:
-    """Hears of a run's start after some step, every step, evaluation and checkpoint, and its end.
+    """Hears of a run's start after some step, every step and evaluation, and its end.
 
-    The weights evaluated are those after the step; `best` is the step of the best accuracy so far,
-    which has a checkpoint. Here nothing comes of it.
+    The weights evaluated are those after the step. Here nothing comes of it.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -40,7 +39,6 @@ class Observer:
     def start(self, step: int) -> None: ...
     def step(self, row: dict[str, Any], samples: Samples) -> None: ...
     def evaluation(self, step: int, evaluation: Evaluation) -> None: ...
-    def saved(self, best: int) -> None: ...
     def end(self) -> None: ...
 
     def shows_samples(self, step: int) -> bool:
@@ -62,7 +60,7 @@ class Terminal(Observer):
 
     def start(self, step: int) -> None:
         self.progress = tqdm(
-            total=self.config.steps, initial=step, desc=self.config.name, dynamic_ncols=True
+            total=self.config.steps, initial=step, desc=self.config.folder.name, dynamic_ncols=True
         )
 
     def step(self, row: dict[str, Any], samples: Samples) -> None:
@@ -90,7 +88,7 @@ class Trackers(Observer):
 
     def start(self, step: int) -> None:
         options = {name: _plain(value) for name, value in self.config.as_json().items()}
-        self.accelerator.init_trackers(self.config.name, config=options)
+        self.accelerator.init_trackers(self.config.folder.name, config=options)
 
     def step(self, row: dict[str, Any], samples: Samples) -> None:
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
@@ -123,13 +121,6 @@ class Page(Observer):
             tqdm.write(summary + ending.format(page))
 
 
-class Pruning(Observer):
-    """Deletes all checkpoints but that of the best step and the last two, one for the other."""
-
-    def saved(self, best: int) -> None:
-        checkpoint.prune(self.config.folder, best)
-
-
 def _plain(value: Any) -> Any:
     """Returns an option as trackers take it: a number, a bool or text."""
     if isinstance(value, (list, tuple)):
@@ -147,7 +138,7 @@ def observers_of(config: TrainingConfig, accelerator: Accelerator) -> list[Obser
     """Returns the observers of a run."""
     if not accelerator.is_main_process:
         return []
-    observers = [kind(config) for kind in (Completions, Terminal, Page, Pruning)]
+    observers = [kind(config) for kind in (Completions, Terminal, Page)]
     return observers + [Trackers(config, accelerator)] * bool(config.trackers)
 
 
@@ -170,8 +161,8 @@ def introduction(
         )
     if config.dtype == "bf16" and not config.lora_rank:
         yield (
-            "warning: bf16 weights move by 1/256 of themselves or not at all: use dtype fp32 "
-            "(its GEMMs are bf16 with precision), lora_rank, or a large learning_rate"
+            "warning: bf16 weights move by 1/256 of themselves or not at all: use dtype mixed "
+            "(fp32, with GEMMs in bf16), lora_rank, or a large learning_rate"
         )
     if config.share_prompts and not policy.shares_prompts:
         yield f"Prompts are encoded with each completion: {policy.why_not_shared}"
@@ -205,7 +196,7 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for i, row in enumerate(rows):
         if i == 0 or row["prompt"] != rows[i - 1]["prompt"]:
-            *_, last = report.text_of(row["prompt"]).strip().split("\n\n")  # without examples
+            *_, last = report.prompt_text(row["prompt"]).strip().split("\n\n")  # without examples
             answer = _in_one_line(str(row["answer"]))[:20]
             lines.append(f"      prompt: {_in_one_line(last)[-90:]}  (right answer: {answer})")
         lines.append(

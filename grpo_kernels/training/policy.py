@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from .. import GRPOLossConfig
 from ..base.layout import to_device
 from ..fused_grpo_loss import fused_grpo_loss
-from ..head.execution import Execution
 from ..head.linear_logprobs import linear_logprobs
 from ..head.lm_head import LMHead, Reference, Support
 from ..integrations.hf_head import base_model, body_of, evaluating, head_of
@@ -129,9 +128,8 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def logps(
-        self, batch: Batch, entropy: bool = False, *, execution: Execution = Execution(),  # noqa: B008
-        logits_dtype: str | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, batch: Batch, entropy: bool = False, *, logits_dtype: str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Computes `[B, T]` log-probs of the completions, and their entropy if asked for.
 
         `logits_dtype` None is the policy's own.
@@ -139,7 +137,7 @@ class Policy(nn.Module):
         hidden = self.hidden(batch)
         out = linear_logprobs(
             hidden, self.head(hidden, logits_dtype), batch.completions, batch.mask,
-            entropy=entropy, support=batch.support, execution=execution,
+            entropy=entropy, support=batch.support,
         )  # fmt: skip
         return out.logps, out.entropy
 

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
-from torch import Tensor, nn
+from torch import nn
 
-from ..base.sequences import masked_quantile
 from .config import DTYPES, TrainingConfig
 
 _T = TypeVar("_T")
@@ -122,17 +121,10 @@ def largest(accelerator: Accelerator, numbers: list[int]) -> list[int]:
     return worst.tolist()
 
 
-def top_quantile(accelerator: Accelerator, values: Tensor, share: float) -> float:
-    """The value from which on the top `share` of all processes' values `[N]` lies."""
-    everywhere = reduce(accelerator, values.cpu(), torch.cat)
-    return float(masked_quantile(everywhere, torch.ones_like(everywhere), 1 - share))
-
-
 def mixed_precision(config: TrainingConfig) -> str:
     """The precision of autocast: `"bf16"` or `"no"`."""
-    if config.precision != "auto":
-        return config.precision
-    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+    low = config.dtype != "fp32" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return "bf16" if low else "no"
 
 
 def gemm_dtype(config: TrainingConfig) -> str:

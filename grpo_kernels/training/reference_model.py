@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from .config import TrainingConfig
+from .config import TrainingConfig, split_revision
 from .loading import load_reference
 from .policy import Policy
 from .rollout import vocabulary_of
@@ -102,7 +102,8 @@ def check_tokens(name: str, tokenizer: Any) -> None:
     from transformers import AutoTokenizer
 
     try:
-        other = AutoTokenizer.from_pretrained(name)
+        folder, revision = split_revision(name)
+        other = AutoTokenizer.from_pretrained(folder, **revision)
     except (OSError, ValueError):
         return
     added = {*tokenizer.added_tokens_decoder, *other.added_tokens_decoder}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import html
 import io
-import json
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +48,7 @@ _CURVES = {
 }
 
 
-def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Returns the text of a prompt, or of a chat's last message, whose content may have parts."""
     content = prompt if isinstance(prompt, str) else prompt[-1].get("content")
     if content is None or isinstance(content, str):  # none beside a call of a tool
@@ -91,31 +90,29 @@ def write_environment(folder: Path) -> None:
             continue
     commit = {"grpo_kernels' commit": text} if (text := _commit()) else {}
     device = {"processes x device": f"{state.num_processes} x {_name_of(state.device)}"}
-    (folder / "environment.json").write_text(
-        json.dumps(device | commit | versions, indent=1) + "\n"
-    )
+    logs.write_json(folder / "environment.json", device | commit | versions)
 
 
 def write(folder: Path) -> tuple[Path, str]:
     """Makes `report.html` from the logs in the folder; returns it and the run's summary."""
-    options = json.loads((folder / "config.json").read_text())
+    options = logs.read_json(folder / "config.json")
     rows, evaluations, samples = (logs.read(folder / name) for name in _FILES)
     model = Path(options["model"])
     name = model.name if model.is_absolute() else model
-    title = html.escape(f"{options['name']}: {name} on {options['dataset']}")
+    title = html.escape(f"{folder.resolve().name}: {name} on {options['dataset']}")
     warnings = [(f"step {r['step']}", text) for r in rows for text in r.get("warnings", [])]
     last = [s for s in samples if s["step"] == samples[-1]["step"]]
     text, defaults = summary(rows, evaluations), TrainingConfig.default_json()
     changed = {k: (x, defaults.get(k)) for k, x in options.items() if x != defaults.get(k)}
     parts = (
         f"<p>{html.escape(text)}</p>", _table("Warnings", warnings[-20:]),
-        _pictures(rows, evaluations, logs.read_charts(folder)),
+        _pictures(rows, evaluations, logs.read_json(folder / "charts.json")),
         _table("Held-out problems", *_accuracies(evaluations)),
         _table("Completions of the last step shown: best and worst of two groups",
                map(_texts, last), _SAMPLE),
         _table("Options that differ from their defaults", [(k, *x) for k, x in changed.items()],
                ("option", "here", "default")),
-        _table("Device and versions", _environment_of(folder).items()),
+        _table("Device and versions", logs.read_json(folder / "environment.json").items()),
         _table("Options at their defaults",
                [(k, x) for k, x in options.items() if k not in changed]),
     )  # fmt: skip
@@ -126,11 +123,6 @@ def write(folder: Path) -> tuple[Path, str]:
         "\n".join((head.replace("TITLE", title), *parts, foot)), encoding="utf-8", errors="replace"
     )
     return scratch.replace(folder / "report.html"), text
-
-
-def _environment_of(folder: Path) -> dict[str, Any]:
-    path = folder / "environment.json"
-    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def _name_of(device: torch.device) -> str:
@@ -193,7 +185,7 @@ def _texts(row: Row) -> tuple[str, ...]:
     """A row of `samples.jsonl`, as `_SAMPLE` names its parts."""
     cut = "" if row["ended"] else " [cut]"
     reward = "not scored" if row["reward"] is None else f"{row['reward']:.2f}"
-    texts = text_of(row["prompt"])[-600:], row["completion"] + cut, str(row["answer"])
+    texts = prompt_text(row["prompt"])[-600:], row["completion"] + cut, str(row["answer"])
     return *texts, reward, f"{row['advantage']:+.2f}"
 
 

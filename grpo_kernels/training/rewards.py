@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from . import ranks
 from .answers import is_correct
 from .config import imported
-from .data import applies, names_rewards
+from .data import applies, names_rewards, text_of
+from .expressions import timed_out
 from .interruptions import StepError
+from .rollout import Completion, Sampler
 
 Reward = Callable[..., Sequence[float | None]]
 
@@ -93,9 +94,13 @@ def resolve_rewards(
 
 
 def check_rewards(
-    rewards: Sequence[RewardFunction], problems: Sequence[Mapping[str, Any]], where: str
-) -> None:
+    rewards: Sequence[RewardFunction], problems: Sequence[Mapping[str, Any]], where: str, *,
+    compared: bool = False,
+) -> None:  # fmt: skip
     """Checks that every problem has a reward function, and every function its columns.
+
+    An answer is one that can be compared, if the reward `answer` is to do so, or `compared` says
+    that `answers.is_correct` is.
 
     Raises:
         ValueError: names the problem, or the function.
@@ -113,6 +118,11 @@ def check_rewards(
                 f"the run has {', '.join(reward.name for reward in rewards)}: name some of these "
                 "there, or give a column of another meaning another name"
             )
+        if compared or any(x.function is answer and applies(x.name, problem) for x in rewards):
+            try:
+                text_of("answer", problem.get("answer"))
+            except ValueError as error:
+                raise ValueError(f"{error} in {where}[{i}]") from error
 
 
 def reward_table(
@@ -170,33 +180,41 @@ def reward_table(
     return table
 
 
+@dataclass(frozen=True)
+class Judged:
+    """Texts of a process's completions, and what they are worth."""
+
+    texts: list[str]  # [B], what the policy wrote
+    transcripts: list[str]  # [B], the texts with what tools said
+    rewards: Tensor  # [B, R], float64, NaN where a function does not apply
+    correct: list[bool]  # [B], or empty where no answer is judged
+    timed_out: int  # comparisons of answers without a result
+
+
 def judge(
-    accelerator: Accelerator, rewards: Sequence[RewardFunction],
-    problems: Sequence[Mapping[str, Any]], completions: Sequence[str],
-    more: Mapping[str, Sequence[Any]] | None = None,
-) -> Tensor:  # fmt: skip
-    """Makes a float64 tensor of `reward_table`. If it raises on one rank, all ranks raise.
+    sampler: Sampler, rewards: Sequence[RewardFunction],
+    is_correct: Callable[[str, Any], bool] | None, problems: Sequence[Mapping[str, Any]],
+    completions: Sequence[Completion],
+) -> Judged:  # fmt: skip
+    """Judges completions, each of its problem; `is_correct` None judges no answer.
 
     Raises:
-        RewardError: on every rank.
+        RewardError: a function failed on one rank; on every rank.
     """
-    with ranks.raise_on_all_ranks(accelerator, RewardError):
-        table = reward_table(rewards, problems, completions, more=more)
-    return torch.tensor(table, dtype=torch.float64)
-
-
-def judge_answers(
-    accelerator: Accelerator, is_correct: Callable[[str, Any], bool],
-    problems: Sequence[Mapping[str, Any]], completions: Sequence[str],
-) -> list[bool]:  # fmt: skip
-    """Per completion, whether it is correct. If the function fails on one rank, all raise.
-
-    Raises:
-        RewardError: on every rank.
-    """
-    pairs = zip(completions, problems, strict=True)
-    with ranks.raise_on_all_ranks(accelerator, RewardError), _explained("is_correct"):
-        return [bool(is_correct(text, deepcopy(problem["answer"]))) for text, problem in pairs]
+    before, correct = timed_out(), list[bool]()
+    texts = transcripts = sampler.texts(completions)
+    if any(c.sampled is not None for c in completions):
+        transcripts = sampler.texts(completions, transcripts=True)
+    ids: list[Any] = [c.sampled_ids for c in completions]
+    more = {"transcripts": transcripts, "completion_ids": ids}
+    with ranks.raise_on_all_ranks(sampler.accelerator, RewardError):
+        table = reward_table(rewards, problems, texts, more=more)
+        if is_correct is not None:
+            with _explained("is_correct"):
+                right = [deepcopy(problem["answer"]) for problem in problems]
+                correct = [bool(is_correct(*pair)) for pair in zip(texts, right, strict=True)]
+    table_of_all = torch.tensor(table, dtype=torch.float64)
+    return Judged(texts, transcripts, table_of_all, correct, timed_out() - before)
 
 
 def weighted_sum(rewards: Tensor, weights: Sequence[float]) -> Tensor:

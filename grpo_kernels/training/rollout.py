@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -177,7 +176,7 @@ class Sampler:
             x for x in special
             if x is not None and not tokenizer.decode([x], skip_special_tokens=True)
         }  # fmt: skip
-        self._sync_seconds, self._stale = 0.0, True
+        self._stale = True
 
     def weights_changed(self) -> None:
         """Notes that a rollout with a copy of the weights needs them again."""
@@ -186,21 +185,14 @@ class Sampler:
     def update_weights(self) -> None:
         """Has the rollout take the weights if they have changed; every process calls it."""
         if self._stale and hasattr(self.rollout, "update_weights"):
-            start = time.perf_counter()
             with ranks.raise_on_all_ranks(self.accelerator, RolloutError, others="rollout: "):
                 self.rollout.update_weights()
-            self._sync_seconds += time.perf_counter() - start
         self._stale = False
 
     @property
     def why_gap(self) -> str | None:
         """The dtype that explains a gap to the rollout's log-probs; None: any gap is explained."""
         return getattr(self.rollout, "why_gap", None)
-
-    def take_sync_seconds(self) -> float:
-        """Returns the seconds that weights took since the last call."""
-        seconds, self._sync_seconds = self._sync_seconds, 0.0
-        return seconds
 
     def __call__(
         self, problems: Sequence[Problem], count: int, temperature: float, *,
@@ -245,16 +237,6 @@ class Sampler:
         rows = [c.token_ids if transcripts else c.sampled_ids for c in completions]
         rows = [[token for token in row if token not in self._no_text] for row in rows]
         return list(self.encode.tokenizer.batch_decode(rows))
-
-    def reward_keywords(
-        self, completions: Sequence[Completion], texts: list[str]
-    ) -> dict[str, list[Any]]:
-        """Keywords of a reward function that come from the completions, besides their texts."""
-        tools = any(c.sampled is not None for c in completions)
-        return {
-            "transcripts": self.texts(completions, transcripts=True) if tools else texts,
-            "completion_ids": [c.sampled_ids for c in completions],
-        }
 
 
 def check_completion(name: str, one: object, vocabulary: int, longest: int) -> None:

@@ -41,7 +41,6 @@ class Run:
         self.failed: set[str] = set()  # those who look on of which an error was printed
         self.watch = Watch(config)
         self.metrics = Metrics(config.loss_config())
-        self.charts: dict[str, list[str]] = {}  # as written
         self.step = 0  # under way, or the last one
         self.trained = 0  # the last one whose updates were all made
         self.saved = 0  # the last one of which there is a checkpoint
@@ -76,9 +75,9 @@ class Run:
             if warnings := self.watch.after_step(row):
                 row["warnings"] = warnings
             logs.append(self.config.folder / "metrics.jsonl", row)
-            if self.metrics.charts() != self.charts:
-                self.charts = self.metrics.charts()
-                self.look_on("charts", logs.write_charts, self.config.folder, self.charts)
+            if charts := self.metrics.charts():
+                path = self.config.folder / "charts.json"
+                self.look_on("charts", logs.write_json, path, charts)
         self.notify("step", row, samples)
 
     def notify(self, event: str, *news: Any) -> None:
@@ -137,7 +136,7 @@ class Run:
                     self.warn(f"{folder} cannot be locked ({error}): train one run in it alone")
             if ranks.reduce(self.accelerator, taken, any):
                 raise RuntimeError(
-                    f"name: expected a folder in which no other process trains; got {folder}"
+                    f"output: expected a folder in which no other process trains; got {folder}"
                 )
             yield
 
@@ -182,7 +181,9 @@ class Run:
             )
             return
         self.saved = self.step
-        self.notify("saved", self.best.get("step", self.step))
+        if self.accelerator.is_main_process:
+            best = self.best.get("step", self.step)
+            self.look_on("pruning", checkpoint.prune, self.config.folder, best)
 
     def stop(self, error: BaseException, policy: Any) -> None:
         """Keeps what was trained before a step that failed, if the weights are still those."""

@@ -17,11 +17,10 @@ from ..base.layout import to_device
 from . import ranks
 from .config import TrainingConfig
 from .data import Problem
-from .expressions import timed_out
 from .loading import check_has_logps
 from .micro_batches import Size
 from .policy import Batch
-from .rewards import RewardError, RewardFunction, judge, judge_answers, weighted_sum
+from .rewards import RewardError, RewardFunction, judge, weighted_sum
 from .rollout import Completion, RolloutError, Sampler, pad
 
 
@@ -131,7 +130,7 @@ def constants(
     return {name: None if x is None else x[where, :T] for name, x in tensors.items()}
 
 
-def judge_completions(
+def samples_of(
     problems: Sequence[Problem], completions: Sequence[Completion], sampler: Sampler,
     rewards: Sequence[RewardFunction], is_correct: Callable[[str, Any], bool] | None,
 ) -> Samples:  # fmt: skip
@@ -141,15 +140,10 @@ def judge_completions(
         RewardError: a function failed, or none scored any completion; on every rank.
     """
     # Copies, as observers may change what they see.
-    before, copies = timed_out(), deepcopy(list(problems))
+    copies = deepcopy(list(problems))
     config, accelerator, G = sampler.config, sampler.accelerator, sampler.config.num_generations
     per_completion = [problem for problem in copies for _ in range(G)]
-    texts = sampler.texts(completions)
-    keywords = sampler.reward_keywords(completions, texts)
-    table = judge(accelerator, rewards, per_completion, texts, keywords)
-    correct: list[bool] = []
-    if is_correct is not None:
-        correct = judge_answers(accelerator, is_correct, per_completion, texts)
+    judged = judge(sampler, rewards, is_correct, per_completion, completions)
     device, drop_truncated = accelerator.device, config.mask_truncated_completions
     mask = to_device(completion_mask(completions, drop_truncated), device)
     logps, weights = [c.logps for c in completions], [c.ce_weights for c in completions]
@@ -163,14 +157,10 @@ def judge_completions(
         prompts=[sampler.encode(problem) for problem in problems],
         prompt_of=[i for i in range(len(problems)) for _ in range(G)],
         completions=list(completions),
-        texts=texts,
-        transcripts=keywords["transcripts"],
-        rewards=table,
-        rewards_total=weighted_sum(table, config.reward_weights),
-        advantages=group_relative_advantages(table, config, accelerator).to(device),
+        **vars(judged),
+        rewards_total=weighted_sum(judged.rewards, config.reward_weights),
+        advantages=group_relative_advantages(judged.rewards, config, accelerator).to(device),
         mask=mask,
-        correct=correct,
-        timed_out=timed_out() - before,
         sampling_logps=None if None in logps else per_token(logps, mask),
         ce_weights=None if weights.count(None) == len(weights) else per_token(weights, mask),
         replay_support=config.replay_support and ranks.reduce(accelerator, has_support, any),

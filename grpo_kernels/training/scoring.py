@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import check_sampler
+from ..base.sequences import masked_quantile
 from ..head.lm_head import LOGITS_DTYPES, Reference
 from . import ranks
 from .micro_batches import Plan, pad_plan, plan_micro_batches
@@ -76,7 +77,7 @@ class Scorer:
                     samples, self.trainable_rows(samples, rows, first_update=i == 0)
                 )
             ]  # fmt: skip
-        with self.run.interruptions.shared():
+        with self.run.interruptions.guard():
             if config.minibatches > 1:
                 scores = replace(scores, old_logps=self._logps(self.policy, samples, parts)[0])
             if quantile_of_rollout:
@@ -85,9 +86,11 @@ class Scorer:
                 with self.reference.active(self.policy) as reference:
                     scores = replace(scores, ref_logps=self._logps(reference, samples, plan)[0])
         if quantile_of_rollout:
-            share, entropies = config.top_entropy_quantile, entropy[samples.mask != 0]
-            threshold = ranks.top_quantile(self.accelerator, entropies, share)
-            scores = replace(scores, entropy_threshold=threshold)
+            sampled = entropy[samples.mask != 0].cpu()
+            sampled = ranks.reduce(self.accelerator, sampled, torch.cat)
+            quantile = 1 - config.top_entropy_quantile
+            threshold = masked_quantile(sampled, torch.ones_like(sampled), quantile)
+            scores = replace(scores, entropy_threshold=float(threshold))
         return scores
 
     def reference_of(self, batch: Batch) -> Reference | None:
@@ -102,7 +105,7 @@ class Scorer:
         if samples.sampling_logps is None or ranks.gemm_dtype(self.config) == "float32":
             return
         part, *_ = self.plan(samples, range(len(samples.texts)))
-        with self.run.interruptions.shared():
+        with self.run.interruptions.guard():
             by_policy = [
                 self._logps(self.policy, samples, [part], logits_dtype=x)[0] for x in LOGITS_DTYPES
             ]
@@ -120,12 +123,11 @@ class Scorer:
         logps, entropies = torch.zeros(
             2, *samples.mask.shape, dtype=torch.float32, device=samples.mask.device
         )
-        execution = self.config.execution()
         for part in plan:
             batch, where = samples.batch(part, self.pad_id)
             with self.accelerator.autocast():
                 part_logps, part_entropy = policy(
-                    "logps", batch, entropy, execution=execution, logits_dtype=logits_dtype
+                    "logps", batch, entropy, logits_dtype=logits_dtype
                 )
             if part:
                 logps[where, : part_logps.shape[1]] = part_logps

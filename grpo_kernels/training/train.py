@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base.memory import ran_out_of_memory
 from ..integrations.private import forget_forward
-from . import checkpoint, metrics, ranks
+from . import checkpoint, ranks
 from .answers import is_correct as answer_is_correct
 from .config import TrainingConfig
 from .data import Problem
 from .evaluate import evaluate
 from .interruptions import BadUpdates, OutOfMemory, Preempted, StepError
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
-from .metrics import Metrics
+from .metrics import Clock, step_row
 from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .observers import introduction, print_above
 from .prompts import PromptEncoder, short_enough
@@ -32,7 +32,7 @@ from .reference_model import ReferenceModel
 from .rewards import Reward, check_rewards, resolve_rewards
 from .rollout import Rollout, Sampler
 from .run import Run, place_of
-from .samples import Samples, Scores, Update, constants, judge_completions
+from .samples import Samples, Scores, Update, constants, samples_of
 from .scoring import Scorer, checked_gap
 
 _T = TypeVar("_T")
@@ -58,7 +58,7 @@ class Trainer:
 
     `train()` runs it. The run's folder then has `config.json`, logs (`metrics.jsonl` with one row
     per step, samples, evaluations and answers), `checkpoints/`, `report.html` and `model/`. Who
-    shows these is in `run.observers`, a list that may be changed.
+    shows these is in `run.observers`, a list that may be changed; anyone may add to `metrics`.
     """
 
     def __init__(
@@ -77,8 +77,12 @@ class Trainer:
         self.config, self.tokenizer, self.is_correct = config, tokenizer, is_correct
         set_pad_token(tokenizer, model)
         self.rewards = resolve_rewards(config.rewards, rewards)
-        check_rewards(self.rewards, train, "train")
-        check_rewards(self.rewards, held_out, "held_out")
+        if any(problem.get("answer") is None for problem in held_out):
+            raise ValueError("held_out: expected an answer in every problem, to compare with")
+        self.has_answers = all(problem.get("answer") is not None for problem in train)
+        by_text = is_correct is answer_is_correct
+        check_rewards(self.rewards, train, "train", compared=by_text and self.has_answers)
+        check_rewards(self.rewards, held_out, "held_out", compared=by_text)
         self.accelerator = accelerator = ranks.make_accelerator(config)
         if rollout is None:
             check_rollout(config, accelerator)
@@ -89,9 +93,6 @@ class Trainer:
             short_enough(problems, encode, config.max_prompt_length, say)
             for problems in (train, held_out)
         )
-        if any(problem.get("answer") is None for problem in self.held_out):
-            raise ValueError("held_out: expected an answer in every problem, to compare with")
-        self.has_answers = all(x.get("answer") is not None for x in self.train_problems)
         self.reference = (
             ReferenceModel(accelerator, model, tokenizer, config) if config.beta else None
         )
@@ -100,6 +101,7 @@ class Trainer:
             weights |= self.reference.weights(model)
         fingerprint = checkpoint.fingerprint(self.train_problems, self.held_out, tokenizer, weights)
         self.run = Run(config, accelerator, fingerprint)
+        self.metrics = self.run.metrics
         self.policy, self.optimizer = prepared(
             model, config, accelerator, encode(self.train_problems[0])
         )
@@ -110,11 +112,6 @@ class Trainer:
         )  # fmt: skip
         self.scorer = Scorer(self.policy, self.reference, self.run, tokenizer.pad_token_id)
         checkpoint.weights_that_move(accelerator, self.reference if config.sync_ref_every else None)
-
-    @property
-    def metrics(self) -> Metrics:
-        """Registry of the run's metrics, to which anyone may add."""
-        return self.run.metrics
 
     @property
     def rollout(self) -> Rollout:
@@ -188,10 +185,12 @@ class Trainer:
         config, accelerator, run, sampler = self.config, self.accelerator, self.run, self.sampler
         # A seed per step: a run that goes on from a checkpoint draws what it would have drawn.
         set_seed(run.seed("step"))
-        clock = metrics.Clock(accelerator.device)
+        clock = Clock(accelerator.device)
         self.metrics.clear()
         local = problems[accelerator.process_index :: accelerator.num_processes]
-        sampler.update_weights()
+        labels = [reward.label for reward in self.rewards]
+        with clock("sync"):
+            sampler.update_weights()
         with clock("generate"):
             completions = sampler(
                 local, config.num_generations, config.temperature,
@@ -199,7 +198,7 @@ class Trainer:
             )  # fmt: skip
         with clock("reward"):
             judge = self.is_correct if self.has_answers else None
-            samples = judge_completions(local, completions, sampler, self.rewards, judge)
+            samples = samples_of(local, completions, sampler, self.rewards, judge)
         run.interruptions.check()
         minibatches = equal_parts(len(samples.texts), config.minibatches)
         with clock("score"):
@@ -213,9 +212,7 @@ class Trainer:
                 updates.append(self.update(samples, scores, number, rows))
                 if scores.old_logps is None:  # of the policy that sampled
                     scores = replace(scores, old_logps=updates[0].logps)
-        clock.add("sync", sampler.take_sync_seconds())
-        labels, update_metrics = [x.label for x in self.rewards], [x.metrics for x in updates]
-        return metrics.step_row(samples, labels, update_metrics, run, clock), samples
+        return step_row(samples, labels, [x.metrics for x in updates], run, clock), samples
 
     def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
         """The optimizer step of this number on the samples: on these rows, of every process."""
@@ -234,7 +231,10 @@ class Trainer:
         self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]
     ) -> tuple[Update, float]:
         """Adds up the gradients of an update's micro-batches; returns the update and its loss."""
-        accelerator, guard = self.accelerator, self.run.interruptions.shared
+        accelerator, guard = self.accelerator, self.run.interruptions.guard
+        config, world = self.config.loss_config(), accelerator.num_processes
+        if scores.entropy_threshold is not None:
+            config = replace(config, entropy_threshold=scores.entropy_threshold)
         plan = self.scorer.plan(
             samples, self.scorer.trainable_rows(samples, rows, first_update=number == 0)
         )
@@ -243,7 +243,17 @@ class Trainer:
         losses, parts = list[Tensor](), list[dict[str, Tensor]]()
 
         def forward(part: Sequence[int]) -> Tensor:
-            where, loss, part_metrics, part_logps = self._loss_of(samples, scores, part, full)
+            batch, where = samples.batch(part, self.scorer.pad_id)
+            # Without rows the cross-entropy counts for nothing, too.
+            ce_items = max(full.tokens, 1) / world if part else math.inf
+            with accelerator.autocast():
+                loss, part_metrics, part_logps = self.policy(
+                    "loss", batch, samples.advantages[where],
+                    config_of_part(config, samples.size(part), full, world),
+                    **constants(samples, scores, where, batch.attention.shape[1], ce_items),
+                    num_items=num_items(config, full, world),
+                    reference=self.scorer.reference_of(batch),
+                )  # fmt: skip
             losses.append(loss.detach())
             parts.append(part_metrics)
             if part:
@@ -260,37 +270,16 @@ class Trainer:
         if number == 0:
             merged |= checked_gap(merged, self.sampler.why_gap, self.run)
         # Processes wait for each other in it: then nothing can be tried again.
-        with guard() if accelerator.num_processes == 1 else nullcontext():
+        with guard() if world == 1 else nullcontext():
             accelerator.backward(last_loss)
         return Update(merged, logps), float(sum(losses))
-
-    def _loss_of(
-        self, samples: Samples, scores: Scores, part: Sequence[int], full: Size
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
-        """The row numbers of a micro-batch of an update, its loss, metrics and log-probs."""
-        config, world = self.config.loss_config(), self.accelerator.num_processes
-        if scores.entropy_threshold is not None:
-            config = replace(config, entropy_threshold=scores.entropy_threshold)
-        batch, where = samples.batch(part, self.scorer.pad_id)
-        # Without rows the cross-entropy counts for nothing, too.
-        ce_items = max(full.tokens, 1) / world if part else math.inf
-        with self.accelerator.autocast():
-            loss, part_metrics, logps = self.policy(
-                "loss", batch, samples.advantages[where],
-                config_of_part(config, samples.size(part), full, world),
-                **constants(samples, scores, where, batch.attention.shape[1], ce_items),
-                num_items=num_items(config, full, world),
-                reference=self.scorer.reference_of(batch), execution=self.config.execution(),
-            )  # fmt: skip
-        return where, loss, part_metrics, logps
 
     def _optimizer_step(self) -> float:
         """Clips the gradient and, if it is finite, steps; returns its norm."""
         run, trained = self.run, [p for p in self.policy.parameters() if p.requires_grad]
-        norm = self.accelerator.clip_grad_norm_(trained, self.config.max_grad_norm)
-        grad_norm = float(norm) if norm is not None else math.nan
+        grad_norm = float(self.accelerator.clip_grad_norm_(trained, self.config.max_grad_norm))
         run.bad_updates += 1
-        if norm is None or math.isfinite(grad_norm):
+        if math.isfinite(grad_norm):
             run.within_step = True
             self.optimizer.step()
             run.bad_updates = 0

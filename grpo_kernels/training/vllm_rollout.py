@@ -21,7 +21,7 @@ from ..base.checks import version_numbers
 from ..integrations import vllm as extension
 from ..integrations.generation import support_of
 from . import ranks
-from .config import TrainingConfig
+from .config import TrainingConfig, split_revision
 from .rollout import Completion, RolloutError, SamplingParams, cut_completion, end_tokens
 
 # Versions that the tests have run with.
@@ -196,14 +196,14 @@ class VLLMRollout:
 
 def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
     """Options of vLLM by the names of `LLM`."""
-    model, length = config.model, config.max_prompt_length + config.longest_completion
+    length = config.max_prompt_length + config.longest_completion
+    model, revision = split_revision(config.model)
     options: dict[str, Any] = {
         "model": model, "dtype": ranks.gemm_dtype(config), "max_model_len": length,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
     }  # fmt: skip
-    revision = {"revision": config.revision} if config.revision else {}
     options |= revision
     if config.records_support:
         options["return_sampling_mask"] = True

@@ -17,7 +17,10 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from grpo_kernels.training import TrainingConfig
+from tests.helpers import fake_vllm
 from tests.helpers.trainer_runs import noise, trainer_of
 
 KINDS = ("kill", "rename", "signal", "reward", "disk")
@@ -99,6 +102,8 @@ def start(options, faults, met):
             raise ConnectionError("the judge is gone")
         return noise(*args, **columns)
 
+    if options.get("rollout") == "vllm":
+        fake_vllm.install(pytest.MonkeyPatch())
     trainer = Faulty(trainer_of(TrainingConfig(**options), rewards={"noise": judge}), faults, met)
     trainer.trainer.train()
 
@@ -107,9 +112,7 @@ def run_through(options, faults, met):
     """Starts a run again until it comes to its end; the exit codes of all starts."""
     codes = []
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.helpers.trainer_runs", "transformers.generation", "peft"]
-    )
+    context.set_forkserver_preload(["tests.helpers.faulty_runs", "transformers.generation", "peft"])
     while not codes or codes[-1]:
         process = context.Process(target=start, args=(options | {"resume": True}, faults, met))
         process.start()

@@ -3,6 +3,7 @@
 import json
 import random
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from grpo_kernels.training import (
     report,
 )
 from grpo_kernels.training.micro_batches import equal_parts
-from grpo_kernels.training.samples import judge_completions
+from grpo_kernels.training.samples import samples_of
 from tests.helpers.tiny_models import V
 
 
@@ -68,9 +69,9 @@ class FakeRollout:
         return done
 
 
-def config_of(model, tmp_path, **options):
+def config_of(model, tmp_path, name="t", **options):
     defaults = dict(
-        model=str(model), output=str(tmp_path), name="t", dataset="examples.problems:additions",
+        model=str(model), output=str(Path(tmp_path, name)), dataset="examples.problems:additions",
         steps=2, prompts_per_step=4, num_generations=4, max_completion_length=6, rewards=["noise"],
         eval_size=0, learning_rate=1e-2, save_model=False, show_every=1000, micro_batch_size=16,
     )  # fmt: skip
@@ -112,7 +113,7 @@ def first_samples(trainer):
     completions = sampler(
         problems, config.num_generations, config.temperature, record_support=config.records_support
     )
-    samples = judge_completions(problems, completions, sampler, trainer.rewards, trainer.is_correct)
+    samples = samples_of(problems, completions, sampler, trainer.rewards, trainer.is_correct)
     minibatches = equal_parts(len(samples.texts), config.minibatches)
     return samples, trainer.scorer.score(samples, minibatches)
 

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("real_memory")
     ),
 )
 def test_runs(example, options, curves, tiny_model, tmp_path):
-    where = ("--model", str(tiny_model), "--output", str(tmp_path))
+    where = ("--model", str(tiny_model), "--output", str(tmp_path / "run"))
     folder = example.main([*where, *SMALL, *options])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
@@ -51,11 +51,16 @@ def test_runs(example, options, curves, tiny_model, tmp_path):
 def test_defaults_by_dataset():
     # Options of word problems are not for other tasks.
     config = train_gsm8k.config_of(["--model", "m", "--dataset", "word_problems:all_levels"])
-    assert (config.name, config.max_completion_length) == ("word_problems", 32)
+    assert (config.folder.name, config.max_completion_length) == ("word_problems", 32)
     assert config.rewards == ["answer"]
     config = train_gsm8k.config_of(["--model", "m", "--dataset", "openai/gsm8k:main"])
-    assert (config.name, config.max_completion_length) == ("gsm8k", 128)
+    assert (config.folder.name, config.max_completion_length) == ("gsm8k", 128)
     assert config.stop == ["</answer>"]
+    # Flags are checked beside the defaults that they go with, two weights beside two rewards.
+    config = train_gsm8k.config_of(
+        ["--model", "m", "--dataset", "a.jsonl", "--reward_weights", "1", "0.5"]
+    )
+    assert config.rewards == ["answer", "format"] and config.reward_weights == [1.0, 0.5]
 
 
 def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
@@ -107,9 +112,8 @@ def test_with_trl(tiny_model, tmp_path):
         logs.append(trainer.state.log_history[0])
         assert logs[-1]["grad_norm"] > 1e-3
         assert type(trainer).__name__ == ("GRPOTrainer" if stock else "FusedGRPOTrainer")
-    for name in ("loss", "grad_norm", "entropy", "rewards/tags/mean"):
+    for name in ("loss", "grad_norm", "entropy", "rewards/format/mean"):
         assert logs[0][name] == pytest.approx(logs[1][name], abs=1e-5), name
-    assert trl_gsm8k.texts([[{"role": "assistant", "content": "4"}], "5"]) == ["4", "5"]
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,15 @@ def test_a_fault_of_one_rank(fault, call, ranks, alone, tiny_model, tmp_path):
         assert_same_weights(weights, expected)
 
 
+def test_ranks_of_an_evaluation_draw_different_samples(ranks, tiny_model, tmp_path):
+    """Two ranks answer one prompt, each of them once."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([json.dumps({"prompt": "1 + 1 = ", "answer": 2})] * 2))
+    job = "tests.ranks.training_jobs:evaluated"
+    samples, _ = ranks(job, str(tiny_model), str(tmp_path), str(path), environment=ON_CPUS)
+    assert len(samples) == 8 and samples[:4] != samples[4:]
+
+
 def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
     """Runs the tutorial's command on problems of GSM8K's form, by either launcher on two CPUs."""
     text = (ROOT / "docs/tutorials.md").read_text()
@@ -104,7 +113,7 @@ def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
             for n in range(20))  # fmt: skip
     (tmp_path / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {
-        "model": tiny_model, "dataset": tmp_path / "gsm8k.jsonl", "output": tmp_path, "name": "t",
+        "model": tiny_model, "dataset": tmp_path / "gsm8k.jsonl", "output": tmp_path / "t",
         "sync_ref_every": 2, "prompts_per_step": 2, "num_generations": 2, "eval_size": 4,
         "max_completion_length": 5,
     }  # fmt: skip

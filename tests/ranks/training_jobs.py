@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_kernels.training import Metric, Trainer, load_model, load_problems
+from grpo_kernels.training import Metric, Trainer, evaluate, load_model, load_problems, logs
 from grpo_kernels.training.answers import is_correct
 from tests.helpers.trainer_runs import config_of, no_curves, noise, support_around
 
@@ -116,3 +116,13 @@ class SameForAnyRanks:
                 support = support_around(ids, draw) if says else None
                 done.append(Completion(ids, True, support=support))
         return done
+
+
+def evaluated(model: str, output: str, dataset: str) -> list[str]:
+    """The samples that an evaluation by the command has of both ranks."""
+    flags = {"model": model, "output": f"{output}/t", "dataset": dataset, "num_generations": 4,
+             "max_completion_length": 8}  # fmt: skip
+    with no_curves():
+        evaluate.main([f"--{name}={value}" for name, value in flags.items()])
+    rows = logs.read(Path(output) / "t" / "answers.jsonl")
+    return [row["completion"] for row in rows if "sample" in row]

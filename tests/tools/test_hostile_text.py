@@ -58,7 +58,7 @@ def structure_of_report(folder, text):
         ("samples", {**shown, "reward": 0.5}),
     ):
         (folder / f"{name}.jsonl").write_text(json.dumps({"step": 1, **row}) + "\n")
-    options = {"model": text, "name": text, "dataset": text, "rewards": [text]}
+    options = {"model": text, "output": text, "dataset": text, "rewards": [text]}
     (folder / "config.json").write_text(json.dumps(options))
     return Structure(report.write(folder)[0].read_text()).tags
 
