@@ -43,10 +43,10 @@ def test_shared_prompts_change_nothing(family, lengths):
     found = []
     for policy in (shared, apart):
         policy.zero_grad()
-        loss, _, logps = policy("loss", random_batch(lengths=lengths), advantages, GRPOLossConfig())
-        loss.backward()
+        out = policy("loss", random_batch(lengths=lengths), advantages, GRPOLossConfig())
+        out.loss.backward()
         grads = {n: p.grad.clone() for n, p in policy.named_parameters()}
-        found.append((loss.detach(), logps.detach(), grads))
+        found.append((out.loss.detach(), out.logps, grads))
     (loss, logps, grads), (expected_loss, expected_logps, expected) = found
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logps, expected_logps, rtol=1e-4, atol=1e-5)

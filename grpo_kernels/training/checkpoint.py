@@ -28,8 +28,8 @@ from .data import Problem
 # Options that may change when a run goes on: how long, how often something is logged or saved, and
 # how the work is cut into pieces.
 MAY_CHANGE = {
-    "steps", "output", "resume", "eval_every", "save_every", "show_every", "save_model",
-    "trackers", "micro_batch_size", "vllm_gpu_memory_utilization",
+    "steps", "output", "resume", "eval_every", "save_every", "show_every", "explain_every",
+    "save_model", "trackers", "micro_batch_size", "vllm_gpu_memory_utilization",
     "vllm_enable_sleep_mode",
 }  # fmt: skip
 _STATE, _WEIGHTS, _REFERENCE = "state.json", "trained.pt", "reference.pt"

@@ -160,6 +160,8 @@ class TrainingConfig(GRPOLossConfig):
     """Folder of the run, which has its name."""
     eval_every: int = 0
     """Steps between evaluations; 0: only before and after."""
+    explain_every: int = 0
+    """Steps between pages that explain the loss token by token; 0: only where it jumps."""
     show_every: int = 10
     """Steps between printed completions."""
     save_every: int = 0
@@ -299,8 +301,9 @@ class TrainingConfig(GRPOLossConfig):
             require(name, n[name] >= 1, "at least 1")
         length = self.eval_max_completion_length
         require("eval_max_completion_length", length is None or length >= 1, "at least 1")
-        for name in ("train_size", "eval_size", "eval_every", "eval_temperature", "lora_rank",
-                     "sync_ref_every", "top_k", "warmup_steps", "weight_decay"):  # fmt: skip
+        for name in ("train_size", "eval_size", "eval_every", "explain_every", "eval_temperature",
+                     "lora_rank", "sync_ref_every", "top_k", "warmup_steps",
+                     "weight_decay"):  # fmt: skip
             require(name, 0 <= n[name] < math.inf, "at least 0")
         require("save_every", self.save_every >= -1, "at least -1")
         require("seed", 0 <= self.seed < 2**32, "a number from 0 to 2^32 - 1")

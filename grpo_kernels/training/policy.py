@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import GRPOLossConfig
 from ..base.layout import to_device
+from ..base.outputs import GRPOLossOutput
 from ..fused_grpo_loss import fused_grpo_loss
 from ..head.linear_logprobs import linear_logprobs
 from ..head.lm_head import LMHead, Reference, Support
@@ -114,17 +115,13 @@ class Policy(nn.Module):
 
     def loss(
         self, batch: Batch, advantages: Tensor, config: GRPOLossConfig, **options: Any
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Computes the loss of the completions, its metrics, and their `[B, T]` log-probs.
-
-        `options` are those of `fused_grpo_loss`.
-        """
+    ) -> GRPOLossOutput:
+        """Computes the loss of the completions; `options` are those of `fused_grpo_loss`."""
         hidden = self.hidden(batch)
-        out = fused_grpo_loss(
+        return fused_grpo_loss(
             hidden, self.head(hidden), batch.completions, advantages, batch.mask, config=config,
             support=batch.support, **options,
         )  # fmt: skip
-        return out.loss, out.metrics, out.logps
 
     @torch.no_grad()
     def logps(

@@ -105,7 +105,7 @@ def write(folder: Path) -> tuple[Path, str]:
     text, defaults = summary(rows, evaluations), TrainingConfig.default_json()
     changed = {k: (x, defaults.get(k)) for k, x in options.items() if x != defaults.get(k)}
     parts = (
-        f"<p>{html.escape(text)}</p>", _table("Warnings", warnings[-20:]),
+        f"<p>{html.escape(text)}</p>", _table("Warnings", warnings[-20:]), _explanations(folder),
         _pictures(rows, evaluations, logs.read_json(folder / "charts.json")),
         _table("Held-out problems", *_accuracies(evaluations)),
         _table("Completions of the last step shown: best and worst of two groups",
@@ -123,6 +123,13 @@ def write(folder: Path) -> tuple[Path, str]:
         "\n".join((head.replace("TITLE", title), *parts, foot)), encoding="utf-8", errors="replace"
     )
     return scratch.replace(folder / "report.html"), text
+
+
+def _explanations(folder: Path) -> str:
+    """Links to the pages that explain steps."""
+    names = sorted(path.name for path in folder.glob("explanations/step-*.html"))
+    links = (f'<a href="explanations/{name}">{name[5:-5].lstrip("0")}</a>' for name in names)
+    return f"<p>Steps explained, token by token: {', '.join(links)}</p>" if names else ""
 
 
 def _name_of(device: torch.device) -> str:

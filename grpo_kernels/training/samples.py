@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from . import ranks
 from .config import TrainingConfig
 from .data import Problem
 from .loading import check_has_logps
-from .micro_batches import Size
+from .micro_batches import Size, config_of_part, num_items
 from .policy import Batch
 from .rewards import RewardError, RewardFunction, judge, weighted_sum
 from .rollout import Completion, RolloutError, Sampler, pad
@@ -108,26 +109,52 @@ class Scores:
 
 @dataclass(frozen=True)
 class Update:
-    """Results of an optimizer step: its metrics, and the policy's `[B, T]` log-probs before it."""
+    """Results of an optimizer step, and of its loss, in the process.
+
+    Per-token values are `[B, T]`, of the policy before the step, and 0 where it saw no token.
+    """
 
     metrics: dict[str, float]
-    logps: Tensor  # 0 where it saw no token
+    logps: Tensor
+    entropy: Tensor
+    kl: Tensor | None  # the exact one
+    loss: float  # of this process
+    rows: list[int]  # completions in the loss
+    scores: Scores
+    size: Size  # of the update, in all processes
 
 
-def constants(
-    samples: Samples, scores: Scores, where: Tensor, T: int, ce_items: float
-) -> dict[str, Any]:
-    """Options of `fused_grpo_loss` for the first `T` tokens of rows.
+def loss_options(
+    samples: Samples, scores: Scores, part: Sequence[int], where: Tensor, T: int, full: Size,
+    config: TrainingConfig, world: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Options of `fused_grpo_loss` for a part of an update.
 
-    They are log-probs under other policies, and the weights of a cross-entropy over `ce_items`.
+    Args:
+        samples: the step's.
+        scores: log-probs under other policies.
+        part: completions in it.
+        where: the same as a tensor; of one completion, all masked, where there are none.
+        T: their longest length.
+        full: the size of the update, in all processes.
+        config: of the run.
+        world: the number of processes.
     """
-    weights = samples.ce_weights
+    loss, weights = config.loss_config(), samples.ce_weights
+    if scores.entropy_threshold is not None:
+        loss = replace(loss, entropy_threshold=scores.entropy_threshold)
+    # Without rows the cross-entropy counts for nothing, too.
+    ce_items = max(full.tokens, 1) / world if part else math.inf
     tensors = {
         "old_logps": scores.old_logps, "ref_logps": scores.ref_logps,
         "sampling_logps": samples.sampling_logps,
         "ce_weights": None if weights is None else weights / ce_items,
     }  # fmt: skip
-    return {name: None if x is None else x[where, :T] for name, x in tensors.items()}
+    return {
+        "config": config_of_part(loss, samples.size(part), full, world),
+        "num_items": num_items(loss, full, world),
+        **{name: None if x is None else x[where, :T] for name, x in tensors.items()},
+    }
 
 
 def samples_of(

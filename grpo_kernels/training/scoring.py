@@ -93,6 +93,11 @@ class Scorer:
             scores = replace(scores, entropy_threshold=float(threshold))
         return scores
 
+    def logps(self, samples: Samples) -> Tensor:
+        """The policy's log-probs of all completions as it is now, `[B, T]`."""
+        plan = self.plan(samples, range(len(samples.texts)))
+        return self._logps(self.policy, samples, plan)[0]
+
     def reference_of(self, batch: Batch) -> Reference | None:
         """Returns the reference's states of a micro-batch and its head, if the KL is exact."""
         if self.reference is None or not self.config.loss_config().exact_kl:

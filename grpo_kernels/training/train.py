@@ -22,17 +22,18 @@ from .answers import is_correct as answer_is_correct
 from .config import TrainingConfig
 from .data import Problem
 from .evaluate import evaluate
+from .explanations import Explanations
 from .interruptions import BadUpdates, OutOfMemory, Preempted, StepError
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
 from .metrics import Clock, step_row
-from .micro_batches import Size, config_of_part, equal_parts, num_items
+from .micro_batches import Size, equal_parts
 from .observers import introduction, print_above
 from .prompts import PromptEncoder, short_enough
 from .reference_model import ReferenceModel
 from .rewards import Reward, check_rewards, resolve_rewards
 from .rollout import Rollout, Sampler
 from .run import Run, place_of
-from .samples import Samples, Scores, Update, constants, samples_of
+from .samples import Samples, Scores, Update, loss_options, samples_of
 from .scoring import Scorer, checked_gap
 
 _T = TypeVar("_T")
@@ -111,6 +112,7 @@ class Trainer:
             model, encode, config, accelerator,
         )  # fmt: skip
         self.scorer = Scorer(self.policy, self.reference, self.run, tokenizer.pad_token_id)
+        self.explanations = Explanations(config, tokenizer)
         checkpoint.weights_that_move(accelerator, self.reference if config.sync_ref_every else None)
 
     @property
@@ -212,7 +214,17 @@ class Trainer:
                 updates.append(self.update(samples, scores, number, rows))
                 if scores.old_logps is None:  # of the policy that sampled
                     scores = replace(scores, old_logps=updates[0].logps)
-        return step_row(samples, labels, [x.metrics for x in updates], run, clock), samples
+        row = step_row(samples, labels, [x.metrics for x in updates], run, clock)
+        why = self.explanations.steps.why(run.step, row)
+        if why is not None and accelerator.is_main_process:
+            run.look_on("explain", self._explain, why, samples, updates)
+        return row, samples
+
+    def _explain(self, why: str, samples: Samples, updates: Sequence[Update]) -> None:
+        # One of several processes is alone here, and cannot score.
+        alone = self.accelerator.num_processes == 1
+        after = self.scorer.logps(samples) if alone else None
+        self.run.warn(self.explanations.write(self.run, why, samples, updates, after))
 
     def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
         """The optimizer step of this number on the samples: on these rows, of every process."""
@@ -220,45 +232,40 @@ class Trainer:
         rate = config.learning_rate_at((run.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        update, loss = self._fitting(self._add_gradients, samples, scores, number, rows)
+        update = self._fitting(self._add_gradients, samples, scores, number, rows)
         more = {
             "grad_norm": self._optimizer_step(), "learning_rate": rate,
-            "loss": ranks.reduce(self.accelerator, loss, fmean),
+            "loss": ranks.reduce(self.accelerator, update.loss, fmean),
         }  # fmt: skip
         return replace(update, metrics=update.metrics | more)
 
     def _add_gradients(
         self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]
-    ) -> tuple[Update, float]:
-        """Adds up the gradients of an update's micro-batches; returns the update and its loss."""
+    ) -> Update:
+        """Adds up the gradients of an update's micro-batches."""
         accelerator, guard = self.accelerator, self.run.interruptions.guard
-        config, world = self.config.loss_config(), accelerator.num_processes
-        if scores.entropy_threshold is not None:
-            config = replace(config, entropy_threshold=scores.entropy_threshold)
-        plan = self.scorer.plan(
-            samples, self.scorer.trainable_rows(samples, rows, first_update=number == 0)
-        )
+        trained = self.scorer.trainable_rows(samples, rows, first_update=number == 0)
+        plan = self.scorer.plan(samples, trained)
         full = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
-        logps = torch.zeros(samples.mask.shape, dtype=torch.float32, device=accelerator.device)
+        zeros = torch.zeros(3, *samples.mask.shape, dtype=torch.float32, device=accelerator.device)
+        per_token = dict(zip(("logps", "entropy", "kl"), zeros, strict=True))
         losses, parts = list[Tensor](), list[dict[str, Tensor]]()
 
         def forward(part: Sequence[int]) -> Tensor:
             batch, where = samples.batch(part, self.scorer.pad_id)
-            # Without rows the cross-entropy counts for nothing, too.
-            ce_items = max(full.tokens, 1) / world if part else math.inf
+            T, world = batch.attention.shape[1], accelerator.num_processes
+            options = loss_options(samples, scores, part, where, T, full, self.config, world)
             with accelerator.autocast():
-                loss, part_metrics, part_logps = self.policy(
+                out = self.policy(
                     "loss", batch, samples.advantages[where],
-                    config_of_part(config, samples.size(part), full, world),
-                    **constants(samples, scores, where, batch.attention.shape[1], ce_items),
-                    num_items=num_items(config, full, world),
-                    reference=self.scorer.reference_of(batch),
+                    reference=self.scorer.reference_of(batch), **options,
                 )  # fmt: skip
-            losses.append(loss.detach())
-            parts.append(part_metrics)
-            if part:
-                logps[where, : part_logps.shape[1]] = part_logps
-            return loss
+            losses.append(out.loss.detach())
+            parts.append(out.metrics)
+            for name, values in per_token.items() if part else ():
+                if (x := getattr(out, name)) is not None:
+                    values[where, : x.shape[1]] = x
+            return out.loss
 
         for part in plan[:-1]:
             with accelerator.no_sync(self.policy), guard(may_stop=number == 0):
@@ -270,9 +277,12 @@ class Trainer:
         if number == 0:
             merged |= checked_gap(merged, self.sampler.why_gap, self.run)
         # Processes wait for each other in it: then nothing can be tried again.
-        with guard() if world == 1 else nullcontext():
+        with guard() if accelerator.num_processes == 1 else nullcontext():
             accelerator.backward(last_loss)
-        return Update(merged, logps), float(sum(losses))
+        if not self.config.loss_config().exact_kl:
+            per_token["kl"] = None
+        loss = float(sum(losses))
+        return Update(merged, loss=loss, rows=trained, scores=scores, size=full, **per_token)
 
     def _optimizer_step(self) -> float:
         """Clips the gradient and, if it is finite, steps; returns its norm."""
@@ -326,6 +336,7 @@ class Trainer:
         """Makes the run's folder, or resumes the run in it."""
         run, counts = self.run, (len(self.train_problems), len(self.held_out))
         path = run.open()
+        self.explanations.open(run.step)
         for text in introduction(self.config, self.accelerator, self.policy, *counts):
             run.print_main(text)
         if path is not None:

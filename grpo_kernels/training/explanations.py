@@ -1,0 +1,78 @@
+"""Explanations of a run's steps, token by token, as pages in its folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.outputs import GRPOLossOutput
+from ..explain import explain
+from ..explain.steps import ExplainedSteps
+from . import logs
+from .config import TrainingConfig
+from .run import Run
+from .samples import Samples, Update, loss_options
+
+
+class Explanations:
+    """Pages of every `explain_every` steps, and of those whose gradient norm or KL jumps.
+
+    With several processes they show the main one's completions.
+    """
+
+    def __init__(self, config: TrainingConfig, tokenizer: Any) -> None:
+        self.steps = ExplainedSteps(config.folder, every=config.explain_every)
+        self.tokenizer = tokenizer
+
+    def open(self, step: int) -> None:
+        """Has the steps up to `step` of the run that is resumed to compare later ones with."""
+        for row in logs.read(self.steps.folder / "metrics.jsonl"):
+            if row["step"] <= step:
+                self.steps.why(row["step"], row)
+
+    def write(
+        self, run: Run, why: str, samples: Samples, updates: Sequence[Update],
+        next_logps: Tensor | None,
+    ) -> str:  # fmt: skip
+        """Writes the page of a step, with its largest update; returns what to say of it.
+
+        Args:
+            run: at the step.
+            why: the reason.
+            samples: the step's.
+            updates: the step's.
+            next_logps: `[B, T]` log-probs of the samples after the step; None: not known.
+        """
+        norms = [update.metrics["grad_norm"] for update in updates]
+        number = max(
+            range(len(norms)), key=lambda i: norms[i] if math.isfinite(norms[i]) else math.inf
+        )
+        update = updates[number]
+        if len(updates) > 1:
+            why = f"{why}; update {number + 1} of {len(updates)}"
+        rows = sorted(update.rows)
+        batch, where = samples.batch(rows, self.tokenizer.pad_token_id)
+        T, world = batch.completions.shape[1], run.accelerator.num_processes
+
+        def of_batch(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[where, :T]
+
+        out = GRPOLossOutput(
+            loss=torch.tensor(update.loss), metrics={}, logps=update.logps[where, :T],
+            entropy=of_batch(update.entropy), kl=of_batch(update.kl),
+        )  # fmt: skip
+        prompts = [samples.prompts[samples.prompt_of[i]] for i in rows]
+        explanation = explain(
+            out, batch.completions, samples.advantages[where], batch.mask,
+            **loss_options(samples, update.scores, rows, where, T, update.size, run.config, world),
+            groups=[samples.prompt_of[i] for i in rows],
+            rewards=samples.rewards_total[rows],
+            truncated=[not samples.completions[i].ended for i in rows],
+            prompts=[self.tokenizer.decode(ids) for ids in prompts],
+            next_logps=of_batch(next_logps), tokenizer=self.tokenizer,
+        )  # fmt: skip
+        return self.steps.write(run.step, why, explanation)

@@ -1,0 +1,111 @@
+"""Pages that explain steps of a run, and which steps those are."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_kernels.explain.exports import read
+from grpo_kernels.explain.steps import FIRST, ExplainedSteps
+from tests.helpers.trainer_runs import FakeRollout, config_of, run, trainer_of
+
+pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beta": 0.1, "kl_estimator": "exact", "micro_batch_size": 3},
+        {"loss_type": "gspo", "epochs_per_rollout": 2, "micro_batch_size": 5},
+        {"entropy_coef": 0.1, "loss_type": "grpo", "micro_batch_size": 6, "beta": 0.05},
+        {"is_correction": "token_truncate", "mask_truncated_completions": True},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_a_page_adds_up_to_the_loss_of_the_step(options, tiny_model, tmp_path):
+    options = {"skip_untrained": False, "explain_every": 1, "learning_rate": 1e-3, **options}
+    trainer = trainer_of(
+        config_of(tiny_model, tmp_path, **options),
+        rollout=lambda _: FakeRollout((6, 1, 3), logps=-5.5),
+    )
+    seen = []
+    folder = trainer.train(lambda row, samples: seen.append((row, samples)))
+    for row, samples in seen:
+        page = folder / f"explanations/step-{row['step']:06d}.html"
+        explanation = read(page.with_suffix(".jsonl"))
+        if trainer.config.updates_per_step == 1:
+            assert explanation.loss == pytest.approx(row["loss"], rel=1e-5, abs=1e-7)
+        assert len(explanation.sequences) == len(samples.texts)
+        rewards = [x["reward"] for x in explanation.sequences]
+        assert rewards == pytest.approx(samples.rewards_total.tolist())
+        assert [x["group"] for x in explanation.sequences] == samples.prompt_of
+        truncated = [x["truncated"] for x in explanation.sequences]
+        assert truncated == [not x.ended for x in samples.completions]
+        moved = explanation.columns["moved"]
+        assert moved.abs().mean() > 1e-4 and moved.isfinite().all()
+        assert "<script>" in page.read_text()
+    assert "explanations/step-000001.html" in (folder / "report.html").read_text()
+
+
+def test_a_jump_is_explained_by_itself_and_named(tiny_model, tmp_path, capsys):
+    steps = []
+
+    def rewards(completions, **_):
+        steps.append(len(steps) + 1)
+        return [len(text) % 3 * (100.0 if steps[-1] == 7 else 1.0) for text in completions]
+
+    options = {"steps": 9, "learning_rate": 1e-5, "scale_rewards": "none", "rewards": ["jump"]}
+    trainer = trainer_of(config_of(tiny_model, tmp_path, **options), rewards={"jump": rewards})
+    folder = trainer.train()
+    pages = sorted(path.name for path in (folder / "explanations").glob("*.html"))
+    assert pages == ["step-000007.html"]
+    assert "step 7 explained (grad_norm is" in capsys.readouterr().out
+
+
+def test_a_page_that_fails_does_not_end_the_run(tiny_model, tmp_path, capsys):
+    config = config_of(tiny_model, tmp_path, explain_every=1)
+    config.folder.mkdir(parents=True)
+    (config.folder / "explanations").write_text("in the way")
+    trainer = trainer_of(config)
+    trainer.train()
+    assert len(rows_of(config.folder)) == 2
+    assert "explain failed" in capsys.readouterr().out
+
+
+def test_explaining_changes_no_weight(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, steps=3)
+    plain = run(config).policy
+    explained = run(replace(config, output=f"{config.output}-2", explain_every=1)).policy
+    for p, q in zip(plain.parameters(), explained.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def steps_of(values, **options):
+    steps = ExplainedSteps("unused", **options)
+    return [i for i, x in enumerate(values, 1) if steps.why(i, {"grad_norm": x, "kl": 0.0})]
+
+
+def test_steps_that_are_explained():
+    calm = [1.0, 1.2, 0.9, 1.1, 1.0, 1.3]
+    assert steps_of([*calm, 2.0, 7.0, 8.0, 30.0]) == [8, 10]  # 8 is no jump after 7
+    assert steps_of([*calm, math.nan, 1.0]) == [7]
+    assert steps_of([9.0, 1.0, 30.0]) == []  # too early to tell
+    assert steps_of(calm, every=2) == [2, 4, 6]
+    assert steps_of([*calm, 4.0**2, 4.0**4, 4.0**6], most=2) == [7, 8]
+    assert steps_of([*calm, 1e9], factor=0) == []
+    kl = ExplainedSteps("unused")
+    assert [kl.why(i, {"kl": x}) for i, x in enumerate([1e-6] * FIRST + [1e-3])] == [None] * 6
+    assert "kl is 0.5" in kl.why(9, {"kl": 0.5})
+
+
+@pytest.mark.parametrize("options", [{"every": -1}, {"factor": math.nan}, {"most": -1}])
+def test_options_of_explained_steps(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected a number >= 0; got"):
+        ExplainedSteps("unused", **options)
