@@ -27,8 +27,8 @@ _FIRST_CHECKS, _CHECK_EVERY = 20, 100
 # A loss that is no name.
 OwnLossType = Loss | Callable[[Any], Tensor]
 # Loss types that divide by the tokens of the whole optimizer step.
-_STEP_WIDE = ("dapo", "cispo")
-_TOKEN_LOCAL = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", *_STEP_WIDE)
+_STEP_WIDE = ("dapo", "cispo", "vespo")
+_TOKEN_LOCAL = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", "dapo", "cispo")
 _DEFAULTS = {option.name: option.default for option in fields(GRPOConfig)}
 # TRL's options that a loss of one's own leaves out, with their defaults.
 OF_TRLS_LOSS = {

@@ -1,0 +1,60 @@
+"""Pages that explain steps of TRL's trainer."""
+
+import pytest
+import torch
+
+from grpo_kernels.explain.exports import read
+from tests.helpers.trl_runs import TWICE, trained
+
+trl = pytest.importorskip("grpo_kernels.integrations.trl")
+
+
+class Explained(trl.FusedGRPOTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        from grpo_kernels.integrations.trl_explain import ExplainCallback
+
+        self.add_callback(ExplainCallback(self, every=1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss_type": "grpo", "beta": 0.04, "delta": 1.5},
+        {"importance_sampling_level": "sequence", "loss_type": "bnpo", "beta": 0.04},
+        {"top_entropy_quantile": 0.5, "gradient_accumulation_steps": 1},
+        {"entropy_coef": 0.1, "loss_type": "dr_grpo"},
+        {"exact_kl": True, "beta": 0.1},
+        {"loss_type": "vespo"},
+    ],
+    ids=lambda options: "-".join(options) or "dapo",
+)
+def test_a_page_adds_up_to_the_loss_of_the_step(options, tmp_path):
+    options = {**TWICE, "learning_rate": 0.5, **options}
+    losses, rows, weights = trained(Explained, tmp_path, **options)
+    parts, steps = options["gradient_accumulation_steps"], len(losses)
+    for step, start in enumerate(range(0, steps, parts), 1):
+        path = tmp_path / f"explanations/step-{step:06d}.jsonl"
+        explanation = read(path)
+        expected = sum(losses[start : start + parts])
+        assert explanation.loss == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert len(explanation.sequences) == 4 * parts
+        assert "<script>" in path.with_suffix(".html").read_text()
+    second = read(tmp_path / "explanations/step-000002.jsonl")  # on the samples of the first
+    assert second.columns["log_ratio"].abs().max() > 0.01
+    # A group is of one prompt, and each token has its text.
+    for group in explanation.groups:
+        assert len({explanation.sequences[i]["prompt"] for i in group["sequences"]}) == 1
+    texts = ["".join(row) for row in explanation.texts]
+    assert any(texts) and len(texts) == len(explanation.sequences)
+    _, _, plain = trained(trl.FusedGRPOTrainer, tmp_path / "plain", **options)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, plain[name], rtol=0, atol=0)
+
+
+def test_another_trainer_is_refused():
+    from grpo_kernels.integrations.trl_explain import ExplainCallback
+
+    with pytest.raises(ValueError, match="trainer: expected a FusedGRPOTrainer.*; got object"):
+        ExplainCallback(object())
