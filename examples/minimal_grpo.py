@@ -104,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
                 states, head, tokens, advantages, mask, old_logps=old_logps, config=config
             )
             out.loss.backward()
+            # Why this loss, token by token? `from grpo_kernels.explain import explain`, and here:
+            # e = explain(out, tokens, advantages, mask, old_logps=old_logps, tokenizer=tokenizer)
+            # e.write("step.html")
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -63,7 +64,7 @@ def test_a_copied_example_runs(tiny_model, tmp_path):
 def test_the_minimal_one_learns(tiny_model, capsys):
     """Here a model of a few thousand parameters learns to prefer the first half of ASCII."""
     path = ROOT / "examples" / "minimal_grpo.py"
-    assert len(path.read_text().splitlines()) <= 120
+    assert len(path.read_text().splitlines()) <= 125
     ours = {name for name in imports_of(path) if name.startswith("grpo_kernels")}
     calls = ("GRPOLossConfig", "fused_grpo_loss", "group_advantages", "linear_logprobs")
     assert ours == {f"grpo_kernels.{name}" for name in calls}
@@ -74,6 +75,17 @@ def test_the_minimal_one_learns(tiny_model, capsys):
     # Twice as much with any of several seeds.
     assert len(history) == 30 and sum(history[-5:]) > 1.4 * sum(history[:5]) > 0
     assert "ratio_max" in capsys.readouterr().out
+
+
+def test_the_minimal_one_explains_its_loss(tiny_model, tmp_path, monkeypatch):
+    """With the lines of its comment."""
+    text = (ROOT / "examples" / "minimal_grpo.py").read_text()
+    line, before = re.search("`(from grpo_kernels.explain .*?)`", text)[1], "\nfrom grpo_kernels"
+    text = text.replace(before, f"\n{line}{before}", 1).replace("# e = ", "e = ")
+    (tmp_path / "mine.py").write_text(text.replace("# e.write", "e.write"))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("mine.py")["main"](["--model", str(tiny_model), "--steps", "1"])
+    assert "<script>" in (tmp_path / "step.html").read_text()
 
 
 @pytest.mark.parametrize("signal", ("full", pytest.param("top", marks=pytest.mark.slow), "sampled"))

@@ -137,7 +137,7 @@ def test_a_first_step_of_a_recipe_of_trl(recipe, tiny_model, tmp_path):
     )
 
 
-def test_with_lightning(tiny_model, monkeypatch):
+def test_with_lightning(tiny_model, tmp_path, monkeypatch):
     pytest.importorskip("lightning", reason="needs the extra 'lightning'")
     from examples import lightning_grpo
 
@@ -157,7 +157,10 @@ def test_with_lightning(tiny_model, monkeypatch):
 
     monkeypatch.setattr(lightning_grpo, "addition", noise)
     monkeypatch.setattr(lightning_grpo.GRPO, "training_step", step)
-    trainer = lightning_grpo.main(["--model", str(tiny_model), "--rollouts", "2"])
+    monkeypatch.chdir(tmp_path)
+    options = ["--model", str(tiny_model), "--rollouts", "2", "--explain-every", "3"]
+    trainer = lightning_grpo.main(options)
+    assert {x.name for x in tmp_path.glob("*.html")} == {f"step-{i}.html" for i in (0, 3, 6)}
     # Two rollouts of 32, each seen twice in minibatches of 16.
     assert len(rollouts) == 2 and len(rollouts[0]) == 32 and trainer.global_step == len(steps) == 8
     assert steps[0][2] == 0 < steps[-1][2]

@@ -32,7 +32,7 @@ class Explained(trl.FusedGRPOTrainer):
 )
 def test_a_page_adds_up_to_the_loss_of_the_step(options, tmp_path):
     options = {**TWICE, "learning_rate": 0.5, **options}
-    losses, rows, weights = trained(Explained, tmp_path, **options)
+    losses, _, weights = trained(Explained, tmp_path, **options)
     parts, steps = options["gradient_accumulation_steps"], len(losses)
     for step, start in enumerate(range(0, steps, parts), 1):
         path = tmp_path / f"explanations/step-{step:06d}.jsonl"
@@ -56,5 +56,5 @@ def test_a_page_adds_up_to_the_loss_of_the_step(options, tmp_path):
 def test_another_trainer_is_refused():
     from grpo_kernels.integrations.trl_explain import ExplainCallback
 
-    with pytest.raises(ValueError, match="trainer: expected a FusedGRPOTrainer.*; got object"):
+    with pytest.raises(ValueError, match=r"trainer: expected a FusedGRPOTrainer.*; got object"):
         ExplainCallback(object())
