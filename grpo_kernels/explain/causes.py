@@ -2,8 +2,8 @@
 
 A cause that single tokens carry has the share of the gradient that they have beyond what as many
 average tokens would have; its tokens count in none of the next such causes. A cause of the whole
-step has the share of the tokens that show it. So shares do not add up to 1, and truncated
-completions, which may be all there are, come last where they do nothing that others do not.
+step has the share of the tokens, or of the nats, that show it. So shares do not add up to 1, and
+truncated completions, which may be all there are, come last where they do as others do.
 """
 
 from __future__ import annotations
@@ -329,8 +329,9 @@ def _unsampled(step: _Step) -> Iterator[Cause]:
     far = known & (surprise > limit.surprise)
     rest = surprise[known & ~far]
     mean, error = float(rest.mean()), float(rest.std() / len(rest) ** 0.5)
-    if mean > limit.mean_surprise and mean > 5 * error:
-        share = mean / float(-sampled[known & ~far].mean())
+    if mean > limit.mean_surprise and mean > 5 * error:  # without the few that are far
+        mean = float(surprise[known].mean())
+        share = mean / float(-sampled[known].mean())
         text = (
             f"-log p is {mean:.2f} nats above the entropy in the mean (limit "
             f"{limit.mean_surprise:g}), and would be equal for samples of the policy: targets are "
@@ -372,8 +373,8 @@ def _learning_rate(step: _Step) -> Iterator[Cause]:
     else:
         return
     far = step.policy & (size.abs() > limit)
-    # Of all that moved, as gradients are of all gradients.
-    share = float(by[by > limit].sum() / by.sum())
+    # The part of the movement that is beyond the limit.
+    share = float((by - limit).clamp(min=0).sum() / by.sum())
     yield from step.cause("learning_rate", share, far, size, f"{text}; by")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -137,7 +137,9 @@ def explain(
             raise ValueError(
                 f"d_hidden: expected shape [{expected}, H]; got {list(d_hidden.shape)}"
             )
-        columns["d_hidden"] = flatten(d_hidden.detach().double().norm(dim=-1).float())
+        dtype = torch.promote_types(d_hidden.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(d_hidden.detach(), dim=-1, dtype=dtype)
+        columns["d_hidden"] = flatten(norms.float())
     ids = None if targets is None else check_targets(targets, layout.shape, layout.device)
     checks.read()
 
@@ -154,7 +156,11 @@ def explain(
             raise ValueError("targets: expected token ids for a tokenizer; got None")
         if texts is not None:
             raise ValueError("tokenizer: expected None with texts; got one")
-        words = [_decoded(tokenizer, x.tolist()) for x in ids.split(lengths)]
+        if not callable(getattr(tokenizer, "decode", None)):
+            kind = type(tokenizer).__name__
+            raise TypeError(f"tokenizer: expected an object with decode(ids); got {kind}")
+        decode = cache(lambda *x: tokenizer.decode([*x]))
+        words = [_decoded(decode, x.tolist()) for x in ids.split(lengths)]
     elif texts is not None:
         rows = zip(_per_sequence("texts", texts, count), position.split(lengths), strict=True)
         words = [_texts(i, *row) for i, row in enumerate(rows)]
@@ -274,15 +280,20 @@ def _sequences(
 def _per_sequence(name: str, x: Any, count: int) -> list[Any]:
     if not isinstance(x, (Tensor, Sequence)) or isinstance(x, str):
         raise TypeError(f"{name}: expected a list or tensor; got {type(x).__name__}")
-    values = x.tolist() if isinstance(x, Tensor) else list(x)
-    if len(values) != count:
-        raise ValueError(f"{name}: expected one for each of {count} sequences; got {len(values)}")
-    return values
+    shape = list(x.shape) if isinstance(x, Tensor) else [len(x)]
+    if shape != [count]:
+        raise ValueError(f"{name}: expected one for each of {count} sequences; got shape {shape}")
+    return x.tolist() if isinstance(x, Tensor) else list(x)
 
 
 def _groups(groups: Any, count: int) -> list[Any]:
-    if groups is None or not isinstance(groups, int) or isinstance(groups, bool):
-        return [None] * count if groups is None else _per_sequence("groups", groups, count)
+    if groups is None:
+        return [None] * count
+    if not isinstance(groups, int) or isinstance(groups, bool):
+        ids = _per_sequence("groups", groups, count)
+        if not all(type(x) is int for x in ids):
+            raise TypeError("groups: expected whole numbers; got others")
+        return ids
     if groups < 1 or count % groups:
         raise ValueError(
             f"groups: expected a divisor of the number of sequences, {count}; got {groups}"
@@ -292,6 +303,8 @@ def _groups(groups: Any, count: int) -> list[Any]:
 
 def _texts(sequence: int, texts: Sequence[str], position: Tensor) -> list[str]:
     """The texts of the tokens that count."""
+    if isinstance(texts, str):
+        raise TypeError(f"texts[{sequence}]: expected a list of texts; got one text")
     if len(texts) == len(position):
         return [*texts]
     last = int(position[-1]) if len(position) else -1
@@ -303,14 +316,12 @@ def _texts(sequence: int, texts: Sequence[str], position: Tensor) -> list[str]:
     return [texts[i] for i in position.tolist()]
 
 
-def _decoded(tokenizer: Any, ids: list[int]) -> list[str]:
+def _decoded(decode: Callable[..., str], ids: list[int]) -> list[str]:
     """A text per token: what it adds to that of the tokens before it.
 
     By itself a token may lose its space, and bytes of a character have no text until the last.
     """
-    decode, texts = cache(lambda *x: tokenizer.decode([*x])), []
-    known: tuple[int, ...] = ()
-    pending: tuple[int, ...] = ()
+    texts, known, pending = [], tuple[int, ...](), tuple[int, ...]()
     for token in ids:
         pending = (*pending, token)
         before, text = decode(*known) if known else "", decode(*known, *pending)
