@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +14,18 @@ from grpo_kernels.explain import Thresholds, explain
 from grpo_kernels.explain.causes import rank
 from tests.helpers.batches import config
 
-T, G, V, END = 300, 8, 96, 3
+T, G, V, END = 300, 8, 64, 3
+
+
+@cache
+def samples(seed, B, temperature=1.0):
+    """Ids, log-probs and entropy of samples at a temperature, scored at 1."""
+    g = torch.Generator().manual_seed(seed)
+    peaked = torch.where(torch.rand(B, T, 1, generator=g) < 0.6, 12.0, 3.0)
+    logits = peaked * torch.randn(B, T, V, generator=g)
+    drawn = torch.multinomial((logits / temperature).softmax(-1).view(-1, V), 1, generator=g)
+    targets, logp = drawn.view(B, T), logits.log_softmax(-1)
+    return targets, logp.gather(-1, targets[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
 
 
 @dataclass
@@ -26,16 +38,11 @@ class Step:
     known: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.g = g = torch.Generator().manual_seed(self.seed)
-        B = self.B
+        B, self.g = self.B, torch.Generator().manual_seed(self.seed + 100)
+        g = self.g
         lengths = (5 * 60 ** torch.rand(B, generator=g)).long() if self.seed % 2 else None
         self.lengths = torch.randint(5, T + 1, (B,), generator=g) if lengths is None else lengths
-        peaked = torch.where(torch.rand(B, T, 1, generator=g) < 0.6, 12.0, 3.0)
-        logits = peaked * torch.randn(B, T, V, generator=g)
-        p = logits.softmax(-1)
-        self.targets = torch.multinomial(p.view(-1, V), 1, generator=g).view(B, T)
-        self.logps = logits.log_softmax(-1).gather(-1, self.targets[..., None])[..., 0]
-        self.entropy = -(p * p.clamp(min=1e-38).log()).sum(-1)
+        self.targets, self.logps, self.entropy = (x.clone() for x in samples(self.seed, B))
         self.old_logps = self.logps + self.noise(0.07)
         self.ref_logps = self.logps + self.noise(0.15)
         self.sampling_logps = self.old_logps + self.noise(0.02)
@@ -144,14 +151,7 @@ def shifted(step):
 
 
 def hotter(step):
-    """Samples at temperature 1.5, scored at 1."""
-    p = torch.full((step.B, T, V), 0.0)
-    logits = 4.0 * torch.randn(step.B, T, V, generator=step.g)
-    drawn = torch.multinomial((logits / 1.5).softmax(-1).view(-1, V), 1, generator=step.g)
-    p = logits.log_softmax(-1)
-    step.targets = drawn.view(step.B, T)
-    step.logps = p.gather(-1, step.targets[..., None])[..., 0]
-    step.entropy = -(p.exp() * p).sum(-1)
+    step.targets, step.logps, step.entropy = samples(step.seed, step.B, 1.5)
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         setattr(step, name, step.logps + step.noise(0.02))
 
@@ -363,7 +363,17 @@ def test_all_completions_truncated():
     step = Step(0)
     step.truncated[:] = True
     cause = step.explain().causes[0]
-    assert (cause.name, cause.share) == ("truncated", pytest.approx(1))
+    assert cause.name == "truncated" and "have 100% of the gradient" in cause.text
+    assert cause.share == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("plant", (ratio, shifted, hotter, learning_rate), ids=lambda x: x.__name__)
+def test_a_fault_comes_before_the_truncation_of_all(plant):
+    """A limit on the length that cuts most completions is no cause of a spike."""
+    step = Step(0)
+    plant(step)
+    step.truncated[:] = step.rows % 10 > 0
+    assert step.explain().causes[0].name == PLANTED[plant]
 
 
 def test_columns_that_a_file_may_lack():

@@ -53,8 +53,8 @@ def _with_texts(explanation: Explanation, name: str) -> Explanation:
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     counts = explanation.sequence.bincount(minlength=len(explanation.sequences)).tolist()
-    ids = explanation.token_ids.split(counts)
-    return replace(explanation, texts=[decoded(tokenizer, x.tolist()) for x in ids])
+    ids = [x.tolist() for x in explanation.token_ids.split(counts)]
+    return replace(explanation, texts=decoded(tokenizer, ids))
 
 
 if __name__ == "__main__":

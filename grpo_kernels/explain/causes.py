@@ -1,8 +1,9 @@
 """Causes of a step's loss, one function each, which read an explanation alone.
 
 A cause that single tokens carry has the share of the gradient that they have beyond what as many
-average tokens would have; a token that one such cause has taken counts in none of the next. A cause
-of the whole step has the share of the tokens that show it. So shares do not add up to 1.
+average tokens would have; its tokens count in none of the next such causes. A cause of the whole
+step has the share of the tokens, or of the nats, that show it. So shares do not add up to 1, and
+truncated completions, which may be all there are, come last where they do as others do.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def rank(explanation: Explanation, thresholds: Thresholds = Thresholds()) -> lis
     step = _Step(explanation, thresholds)
     # Those that take tokens from the next come first.
     every = (
-        _not_finite, _kl, _ratio, _importance_weight, _length, _group, _truncated, _token, _sampler,
-        _unsampled, _entropy, _clipped, _learning_rate,
+        _not_finite, _kl, _ratio, _importance_weight, _length, _group, _token, _sampler, _unsampled,
+        _entropy, _clipped, _learning_rate, _truncated,
     )  # fmt: skip
     causes = [cause for find in every for cause in find(step)] if step.N else []
     return sorted(causes, key=lambda cause: -cause.share)
@@ -145,6 +146,10 @@ class _Step:
         """The share of these tokens in the policy's."""
         return float((chosen & self.policy).sum() / self.policy.sum().clamp(min=1))
 
+    def take(self, chosen: Tensor) -> None:
+        """Leaves the gradient of these tokens out of the causes that follow."""
+        self.part = self.part.masked_fill(chosen, 0.0)
+
     def cause(
         self, name: str, share: float, chosen: Tensor, size: Tensor, text: str
     ) -> Iterator[Cause]:
@@ -172,7 +177,7 @@ class _Step:
                 f"{text} {float(self.part[chosen].sum()):.1%} of the gradient, {share:.1%} beyond "
                 f"as many average tokens (limit {least:.0%})",
             )  # fmt: skip
-            self.part = self.part.masked_fill(chosen, 0.0)
+            self.take(chosen)
 
 
 def _not_finite(step: _Step) -> Iterator[Cause]:
@@ -182,7 +187,7 @@ def _not_finite(step: _Step) -> Iterator[Cause]:
     if chosen.any():
         text = f"{int(chosen.sum())} tokens have a loss or gradient that is not finite; log-probs"
         yield from step.cause("not_finite", 1.0, chosen, step["logp"], text)
-        step.part = step.part.masked_fill(chosen, 0.0)
+        step.take(chosen)
 
 
 def _kl(step: _Step) -> Iterator[Cause]:
@@ -200,7 +205,7 @@ def _kl(step: _Step) -> Iterator[Cause]:
             f"{share:.1%} of loss or gradient beyond average tokens (limit {limit.share:.0%}); KL"
         )
         yield from step.cause("kl", share, chosen, step["kl"], text)
-        step.part = step.part.masked_fill(chosen, 0.0)
+        step.take(chosen)
     elif broad >= limit.kl:
         text = f"the KL is {broad:.0%} of the absolute loss (limit {limit.kl:.0%}), all over; KL"
         yield from step.cause("kl", broad, term > 0, step["kl"], text)
@@ -249,7 +254,7 @@ def _length(step: _Step) -> Iterator[Cause]:
         )
         tokens = long[step.sequence]
         yield from step.cause("length", share, tokens, count[step.sequence], text)
-        step.part = step.part.masked_fill(tokens, 0.0)
+        step.take(tokens)
 
 
 def _group(step: _Step) -> Iterator[Cause]:
@@ -270,17 +275,6 @@ def _group(step: _Step) -> Iterator[Cause]:
             )
             chosen = (step.sequence == b) & (step.part > 0)
             yield from step.carried("group", chosen, step.part, text, step.limit.sequence)
-
-
-def _truncated(step: _Step) -> Iterator[Cause]:
-    chosen = (step.fact("truncated") == 1)[step.sequence]
-    if (share := float(step.part[chosen].sum())) >= step.limit.truncated:
-        count = len(step.sequence[chosen].unique())
-        text = (
-            f"{count} truncated completions have {share:.0%} of the gradient (limit "
-            f"{step.limit.truncated:.0%}); shares"
-        )
-        yield from step.cause("truncated", share, chosen, step.part, text)
 
 
 def _token(step: _Step) -> Iterator[Cause]:
@@ -335,8 +329,9 @@ def _unsampled(step: _Step) -> Iterator[Cause]:
     far = known & (surprise > limit.surprise)
     rest = surprise[known & ~far]
     mean, error = float(rest.mean()), float(rest.std() / len(rest) ** 0.5)
-    if mean > limit.mean_surprise and mean > 5 * error:
-        share = mean / float(-sampled[known & ~far].mean())
+    if mean > limit.mean_surprise and mean > 5 * error:  # without the few that are far
+        mean = float(surprise[known].mean())
+        share = mean / float(-sampled[known].mean())
         text = (
             f"-log p is {mean:.2f} nats above the entropy in the mean (limit "
             f"{limit.mean_surprise:g}), and would be equal for samples of the policy: targets are "
@@ -366,20 +361,21 @@ def _entropy(step: _Step) -> Iterator[Cause]:
 
 
 def _learning_rate(step: _Step) -> Iterator[Cause]:
-    moved, drift, limit = step["moved"].abs(), step["log_ratio"].abs(), step.limit.moved
-    mean, median = float(moved[step.policy].mean()), float(drift[step.policy].median())
-    if mean >= limit:
-        text = f"the step moved log-probs by {mean:.2g} nats in the mean (limit {limit:g}); by"
-        far, size = moved > limit, step["moved"]
-    elif median >= limit:
-        text = (
-            f"half of all log-probs are {median:.2g} nats and more from the old policy's (limit "
-            f"{limit:g}), which is no matter of single tokens; by"
-        )
-        far, size = drift > limit, step["log_ratio"]
+    limit = step.limit.moved
+    moved, drift = (step[name][step.policy].abs() for name in ("moved", "log_ratio"))
+    if (mean := float(moved.mean())) >= limit:
+        text = f"the step moved log-probs by {mean:.2g} nats in the mean (limit {limit:g})"
+        size, by = step["moved"], moved
+    elif (median := float(drift.median())) >= limit:
+        text = f"half of all log-probs are {median:.2g} nats and more from the old policy's (limit "
+        text += f"{limit:g}), which is no matter of single tokens"
+        size, by = step["log_ratio"], drift
     else:
         return
-    yield from step.cause("learning_rate", step.share(far), far & step.policy, size, text)
+    far = step.policy & (size.abs() > limit)
+    # The part of the movement that is beyond the limit.
+    share = float((by - limit).clamp(min=0).sum() / by.sum())
+    yield from step.cause("learning_rate", share, far, size, f"{text}; by")
 
 
 def _clipped(step: _Step) -> Iterator[Cause]:
@@ -393,3 +389,14 @@ def _clipped(step: _Step) -> Iterator[Cause]:
             "have no gradient by it; ratios"
         )
         yield from step.cause("clipped", share, chosen, step["ratio"], text)
+
+
+def _truncated(step: _Step) -> Iterator[Cause]:
+    chosen = (step.fact("truncated") == 1)[step.sequence]
+    if (carried := float(step.part[chosen].sum())) >= step.limit.truncated:
+        count, share = len(step.sequence[chosen].unique()), max(step.excess(chosen), 0.0)
+        text = (
+            f"{count} truncated completions have {carried:.0%} of the gradient (limit "
+            f"{step.limit.truncated:.0%}), {share:.1%} beyond as many average tokens; shares"
+        )
+        yield from step.cause("truncated", share, chosen, step.part, text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -145,7 +145,9 @@ def explain(
             raise ValueError(
                 f"d_hidden: expected shape [{expected}, H]; got {list(d_hidden.shape)}"
             )
-        columns["d_hidden"] = flatten(d_hidden.detach().double().norm(dim=-1).float())
+        dtype = torch.promote_types(d_hidden.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(d_hidden.detach(), dim=-1, dtype=dtype)
+        columns["d_hidden"] = flatten(norms.float())
     ids = None if targets is None else check_targets(targets, layout.shape, layout.device)
     checks.read()
 
@@ -162,7 +164,7 @@ def explain(
             raise ValueError("targets: expected token ids for a tokenizer; got None")
         if texts is not None:
             raise ValueError("tokenizer: expected None with texts; got one")
-        words = [decoded(tokenizer, x.tolist()) for x in ids.split(lengths)]
+        words = decoded(tokenizer, [x.tolist() for x in ids.split(lengths)])
     elif texts is not None:
         rows = zip(_per_sequence("texts", texts, count), position.split(lengths), strict=True)
         words = [_texts(i, *row) for i, row in enumerate(rows)]
@@ -309,15 +311,20 @@ def _sequences(
 def _per_sequence(name: str, x: Any, count: int) -> list[Any]:
     if not isinstance(x, (Tensor, Sequence)) or isinstance(x, str):
         raise TypeError(f"{name}: expected a list or tensor; got {type(x).__name__}")
-    values = x.tolist() if isinstance(x, Tensor) else list(x)
-    if len(values) != count:
-        raise ValueError(f"{name}: expected one for each of {count} sequences; got {len(values)}")
-    return values
+    shape = list(x.shape) if isinstance(x, Tensor) else [len(x)]
+    if shape != [count]:
+        raise ValueError(f"{name}: expected one for each of {count} sequences; got shape {shape}")
+    return x.tolist() if isinstance(x, Tensor) else list(x)
 
 
 def _groups(groups: Any, count: int) -> list[Any]:
-    if groups is None or not isinstance(groups, int) or isinstance(groups, bool):
-        return [None] * count if groups is None else _per_sequence("groups", groups, count)
+    if groups is None:
+        return [None] * count
+    if not isinstance(groups, int) or isinstance(groups, bool):
+        ids = _per_sequence("groups", groups, count)
+        if not all(type(x) is int for x in ids):
+            raise TypeError("groups: expected whole numbers; got others")
+        return ids
     if groups < 1 or count % groups:
         raise ValueError(
             f"groups: expected a divisor of the number of sequences, {count}; got {groups}"
@@ -327,6 +334,8 @@ def _groups(groups: Any, count: int) -> list[Any]:
 
 def _texts(sequence: int, texts: Sequence[str], position: Tensor) -> list[str]:
     """The texts of the tokens that count."""
+    if isinstance(texts, str):
+        raise TypeError(f"texts[{sequence}]: expected a list of texts; got one text")
     if len(texts) == len(position):
         return [*texts]
     last = int(position[-1]) if len(position) else -1
@@ -338,14 +347,25 @@ def _texts(sequence: int, texts: Sequence[str], position: Tensor) -> list[str]:
     return [texts[i] for i in position.tolist()]
 
 
-def decoded(tokenizer: Any, ids: list[int]) -> list[str]:
+def decoded(tokenizer: Any, sequences: Sequence[list[int]]) -> list[list[str]]:
+    """The texts of each sequence's tokens.
+
+    Raises:
+        TypeError: the tokenizer has no `decode`.
+    """
+    if not callable(getattr(tokenizer, "decode", None)):
+        kind = type(tokenizer).__name__
+        raise TypeError(f"tokenizer: expected an object with decode(ids); got {kind}")
+    decode = cache(lambda *ids: tokenizer.decode([*ids]))
+    return [_decoded(decode, ids) for ids in sequences]
+
+
+def _decoded(decode: Callable[..., str], ids: list[int]) -> list[str]:
     """A text per token: what it adds to that of the tokens before it.
 
     By itself a token may lose its space, and bytes of a character have no text until the last.
     """
-    decode, texts = cache(lambda *x: tokenizer.decode([*x])), []
-    known: tuple[int, ...] = ()
-    pending: tuple[int, ...] = ()
+    texts, known, pending = [], tuple[int, ...](), tuple[int, ...]()
     for token in ids:
         pending = (*pending, token)
         before, text = decode(*known) if known else "", decode(*known, *pending)
