@@ -1,7 +1,7 @@
 """The sets that a sampler kept of the vocabulary: their head, entry by entry.
 
 With top-k, top-p or min-p sampling the policy that acted is the softmax over the kept set S_t of
-each token. It comes as CSR (`head.Support`); an *entry* is one pair of a token and an id of its
+each token. It comes as CSR (`Support`); an *entry* is one pair of a token and an id of its
 set. A token without a set is scored over the whole vocabulary, by `chunked_head.py`.
 
     z_tj = logits of token t at the ids j of its set S_t, and of no others
