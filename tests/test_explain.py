@@ -248,6 +248,10 @@ def test_what_came_beside_the_call():
     torch.testing.assert_close(columns["d_hidden"], norms)
     torch.testing.assert_close(columns["gradient_share"], norms / norms.sum())
     torch.testing.assert_close(columns["moved"], torch.full_like(norms, 0.25))
+    torch.testing.assert_close(columns["log_ratio"], torch.full_like(norms, 0.1))
+    gap = (batch.old_logps - batch.sampling_logps)[batch.mask]  # NaN where there was none
+    assert gap.isnan().any()
+    torch.testing.assert_close(columns["sampler_gap"], gap, equal_nan=True)
 
 
 class Bytes:
