@@ -1,6 +1,7 @@
 """The calls inside the machinery of training."""
 
 import ast
+import warnings
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ from grpo_kernels import (
     selective_log_softmax,
     topk_kl,
 )
+from grpo_kernels.head import call as head_calls
 from grpo_kernels.kernels.divergences import DIVERGENCES
 from tests.helpers.batches import make_batch, relative_error, run_fused
+from tests.helpers.fake_cuda import CountedCUDA
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.head_options import BACKENDS
 from tests.helpers.supports import make_support
@@ -324,6 +327,21 @@ def test_mixed_dtypes(call, batch):
         CALLS[call](mixed, hidden, weight).backward()
         assert hidden.grad.dtype == hidden.dtype and weight.grad.dtype == weight.dtype
         assert_gradients(hidden, weight, expected, 2.5e-3)
+
+
+def test_operands_of_two_dtypes_are_warned_of_once(real_memory, monkeypatch):
+    """On a GPU, outside autocast: their GEMMs run in float32."""
+    head_calls._warn_of_float32_products.cache_clear()
+    said = "weight: bfloat16 hidden states and a float32 head are multiplied in float32"
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
+    for autocast, expected in ((True, 0), (False, 1), (False, 0)):
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda _, on=autocast: on)
+        with CountedCUDA(), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            hidden = torch.empty(8, 16, dtype=torch.bfloat16, device="cuda")
+            targets = torch.empty(8, dtype=torch.long, device="cuda")
+            linear_logprobs(hidden, torch.empty(99, 16, device="cuda"), targets)
+        assert [said in str(x.message) for x in warned].count(True) == expected
 
 
 @pytest.mark.parametrize("use_reentrant", (False, True))
