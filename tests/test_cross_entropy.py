@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_kernels import fused_grpo_loss, linear_logprobs
 from tests.helpers.batches import (
     HEAD,
     NAN,
@@ -14,7 +15,6 @@ from tests.helpers.batches import (
     run_fused,
     with_cross_entropy,
 )
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
 from tests.helpers.head_options import (
     BACKENDS,
     CHUNK,

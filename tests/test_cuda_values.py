@@ -8,10 +8,9 @@ precision's operands.
 import pytest
 import torch
 
-import grpo_kernels.reference
-from grpo_kernels import Execution, Reference
+import grpo_kernels
+from grpo_kernels import Execution, Reference, fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.batches import config, make_batch, relative_error, run_fused
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.head_options import OPTIONS, expect_equal, objective_options
 from tests.tools import whole_calls
 
@@ -69,10 +68,11 @@ def test_values_of_log_probs_are_the_same_bits(dtype):
     hidden = (3 * torch.randn(9, 16, generator=g)).to(dtype)
     targets = torch.randint(6000, (9,), generator=g).cuda()
     hidden, weight = hidden.cuda().requires_grad_(), weight.cuda()
-    scored = linear_logprobs(hidden, weight, targets, entropy=True, batch_invariant=True)
-    out = fused_grpo_loss(hidden, weight, targets, torch.ones(9).cuda(), batch_invariant=True)
+    how = {"execution": Execution(batch_invariant=True)}
+    scored = linear_logprobs(hidden, weight, targets, entropy=True, **how)
+    out = fused_grpo_loss(hidden, weight, targets, torch.ones(9).cuda(), **how)
     assert torch.equal(out.logps, scored.logps) and torch.equal(out.entropy, scored.entropy)
-    alone = linear_logprobs(hidden[4:5], weight, targets[4:5], batch_invariant=True)
+    alone = linear_logprobs(hidden[4:5], weight, targets[4:5], **how)
     assert torch.equal(alone.logps, scored.logps[4:5])
     true = reference.linear_logprobs(hidden.detach().double(), weight.double(), targets)
     assert (scored.logps - true.logps).abs().max() <= 1e-4
@@ -82,7 +82,7 @@ def test_values_of_log_probs_are_the_same_bits(dtype):
 def test_values_of_a_frozen_head(dtype):
     """Two passes over any loss, with logits in strips."""
     batch = make_batch(B=6, T=64, V=V).to("cuda", dtype)
-    results, strips = [], {"chunk_bytes": V * (2 * 384 + 4 * 128)}
+    results, strips = [], {"execution": Execution(chunk_bytes=V * (2 * 384 + 4 * 128))}
     for call, to, how in (
         (reference.linear_logprobs, torch.float64, {}), (linear_logprobs, dtype, strips),
     ):  # fmt: skip
@@ -113,7 +113,7 @@ def test_values_of_two_heads(what, options, dtype):
     weight = (1.1 * batch.weight.float()).bfloat16()
     hidden, mask = batch.hidden.bfloat16(), batch.mask
     results = []
-    for package, to in ((grpo_kernels.reference, torch.float64), (grpo_kernels, dtype)):
+    for package, to in ((reference, torch.float64), (grpo_kernels, dtype)):
         leaves = [x.detach().to(to).requires_grad_() for x in (batch.hidden, batch.weight)]
         other = Reference(
             *((hidden.to(to), weight.to(to)) if to == torch.float64 else (hidden, weight))

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads import make
+from grpo_kernels import Execution, fused_grpo_loss
 from tests.helpers.batches import (
     OBJECTIVES,
     config,
@@ -15,7 +16,6 @@ from tests.helpers.batches import (
     relative_error,
     run_fused,
 )
-from tests.helpers.flat_calls import fused_grpo_loss
 from tests.helpers.head_options import (
     BACKENDS,
     TOLERANCE,
@@ -81,7 +81,8 @@ def test_cuda_tile_past_2_31_elements(dtype):
     results = []
     for chunk_bytes in (1 << 30, 10 << 30):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = fused_grpo_loss(h, w, targets, advantages, chunk_bytes=chunk_bytes)
+        how = Execution(chunk_bytes=chunk_bytes)
+        out = fused_grpo_loss(h, w, targets, advantages, execution=how)
         out.loss.backward()
         results.append((out.logps, h.grad, w.grad))
     assert (results[0][0] - results[1][0]).abs().max() < 1e-4
@@ -221,6 +222,7 @@ def test_workspace_does_not_grow_with_tokens():
         head = [x.requires_grad_() for x in (batch.hidden, batch.weight)]
         rest = (batch.targets, batch.advantages, batch.mask)
         with Largest() as seen:
-            fused_grpo_loss(*head, *rest, chunk_bytes=4 * V * rows).loss.backward()
+            how = Execution(chunk_bytes=4 * V * rows)
+            fused_grpo_loss(*head, *rest, execution=how).loss.backward()
         peaks.append(seen.elements)
     assert peaks[0] == peaks[1] <= rows * (V + 64)

@@ -9,11 +9,10 @@ from warnings import catch_warnings, simplefilter
 import pytest
 import torch
 
+from grpo_kernels import Execution, linear_logprobs, reference
 from grpo_kernels.base.memory import ran_out_of_memory
 from grpo_kernels.head.chunked_head import ChunkLogits
-from tests.helpers import flat_calls
 from tests.helpers.batches import assert_matches, config, make_batch, run_fused
-from tests.helpers.flat_calls import reference
 
 ROWS = 30  # what there is memory for
 SAID = "memory ran out in the LM head, which went on with (1[6-9]|2[0-9]|30) rows of logits"
@@ -63,11 +62,14 @@ def test_the_loss_is_that_of_the_reference(options, batch):
 def test_log_probs_in_both_directions(batch):
     hidden, targets = torch.nan_to_num(batch.hidden), torch.where(batch.mask, batch.targets, 0)
     results = []
-    for module, dtype in ((reference, torch.float64), (flat_calls, torch.float32)):
+    for call, dtype, how in (
+        (reference.linear_logprobs, torch.float64, {}),
+        (linear_logprobs, torch.float32, {"execution": Execution(matmul=LittleMemory())}),
+    ):
         h, w = (x.to(dtype, copy=True).requires_grad_() for x in (hidden, batch.weight))
         with catch_warnings(record=True) as caught:
             simplefilter("always")
-            logps = module.linear_logprobs(h, w, targets, matmul=LittleMemory()).logps
+            logps = call(h, w, targets, **how).logps
             (logps * torch.linspace(-1, 1, logps.numel()).view_as(logps)).sum().backward()
         results.append([logps.detach(), h.grad, w.grad])
     assert [bool(re.match(SAID, str(x.message))) for x in caught] == [True, True]

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from benchmarks.workloads import make
-from grpo_kernels import Execution, linear_logprobs
+from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.head.call import head_call
 from grpo_kernels.head.products import Products, columns_at_once, slices_of
 from tests.helpers.batches import config, make_batch, relative_error
-from tests.helpers.flat_calls import fused_grpo_loss, reference
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import OPTIONS, TOLERANCE, expect_equal
 

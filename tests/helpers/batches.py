@@ -8,15 +8,14 @@ masked holds NaN, inf or an id that does not exist.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels import GRPOLossConfig
-from tests.helpers import flat_calls
-from tests.helpers.flat_calls import EXECUTION_FIELDS, reference
+import grpo_kernels
+from grpo_kernels import Execution, GRPOLossConfig, LMHead, reference
 
 NAN, INF = float("nan"), float("inf")
 
@@ -224,6 +223,29 @@ class Result:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
+HEAD_FIELDS = tuple(x.name for x in fields(LMHead) if x.name != "weight")
+EXECUTION_FIELDS = tuple(x.name for x in fields(Execution))
+
+
+def called(package: Any, call: str, arguments: dict[str, Any]) -> Any:
+    """Calls with arguments by name, `weight` and fields of the head and the execution among them.
+
+    For tables of options, and for changes of any argument; the reference takes no execution.
+    """
+    rest = dict(arguments)
+    head = {name: rest.pop(name) for name in HEAD_FIELDS if name in rest}
+    execution = {name: rest.pop(name) for name in EXECUTION_FIELDS if name in rest}
+    if package is reference and isinstance(dtype := head.pop("logits_dtype", None), torch.dtype):
+        rest["rounded_to"] = dtype
+    if "weight" in rest:
+        # A plain weight where nothing else is asked for, as most callers have it.
+        weight = rest.pop("weight")
+        rest["head"] = LMHead(weight, **head) if head else weight
+    if execution and package is not reference:
+        rest["execution"] = Execution(**execution)
+    return getattr(package, call)(**rest)
+
+
 HEAD = ("hidden", "weight", "bias")
 
 
@@ -232,43 +254,28 @@ def run_fused(batch: Batch, *, exact: bool, scale: float = 3.0, **options: Any) 
 
     `options` may name the batch's optional tensors with a bool: whether to pass them.
     """
-    kwargs, head = _arguments(batch, exact, options)
-    call = reference.fused_grpo_loss if exact else flat_calls.fused_grpo_loss
-    mask = batch.mask if options.pop("mask", True) else None
-    advantages = options.pop("advantages", batch.advantages)
-    out = call(head["hidden"], head["weight"], batch.targets, advantages, mask, **kwargs)
+    frozen, dtype = options.pop("frozen", ()), torch.float64 if exact else None
+    arguments = {"targets": batch.targets, "cu_seqlens": batch.cu_seqlens}
+    arguments["advantages"] = options.pop("advantages", batch.advantages)
+    arguments["mask"] = batch.mask if options.pop("mask", True) else None
+    head = {}
+    for name in HEAD:  # as clone(), but with the strides it came with
+        x = getattr(batch, name).detach()
+        x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+        head[name] = x.to(dtype or x.dtype).requires_grad_(name not in frozen)
+    arguments |= {"hidden": head["hidden"], "weight": head["weight"]}
+    for name, x in options.items():
+        if x is True and (hasattr(batch, name) or name in head):
+            x = head[name] if name in head else getattr(batch, name)
+            x = x.double() if exact and x is not None and x.dtype == torch.float32 else x
+        if x is not False or name not in vars(batch):
+            arguments[name] = x
+    if exact and arguments.get("logits_dtype") == "model":
+        arguments["logits_dtype"] = batch.hidden.dtype
+    out = called(reference if exact else grpo_kernels, "fused_grpo_loss", arguments)
     (scale * out.loss).backward()
     gradients = {k: None if x.grad is None else x.grad.double() / scale for k, x in head.items()}
     return Result(out.loss.detach(), out.metrics, out.logps, gradients)
-
-
-def _arguments(batch: Batch, exact: bool, options: dict[str, Any]) -> tuple[dict, dict]:
-    kwargs = {
-        k: v
-        for k, v in options.items()
-        if k not in ("mask", "advantages", "frozen") and not (exact and k in EXECUTION_FIELDS)
-    }
-    if exact and kwargs.get("logits_dtype") == "model":
-        kwargs["logits_dtype"] = batch.hidden.dtype
-    frozen = options.get("frozen", ())
-    head = {}
-    for name in HEAD:
-        x = getattr(batch, name).detach()
-        if exact:
-            x = x.double()
-        else:  # as clone(), but with the strides it came with
-            x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-        head[name] = x.requires_grad_(name not in frozen)
-    names = (
-        "old_logps", "ref_logps", "sampling_logps", "ce_weights", "temperature", "bias",
-        "cu_seqlens",
-    )  # fmt: skip
-    for name in names:
-        if kwargs.pop(name, name == "cu_seqlens") is True:
-            value = head["bias"] if name == "bias" else getattr(batch, name)
-            widen = exact and value is not None and value.dtype == torch.float32
-            kwargs[name] = value.double() if widen and name != "bias" else value
-    return kwargs, head
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:

@@ -38,14 +38,3 @@ def expect_equal(batch, options, *, tolerance=2e-5, **kwargs):
     rounding = {"rounded_to": batch.hidden.dtype, "scale": options.get("scale", 1.0)}
     assert_matches(actual, expected, tolerance, logps=1e-4, **rounding)
     return actual
-
-
-def differs(objective, backend, layout):
-    """True if a backend or a layout is a case of its own for this objective.
-
-    Triton has the token-local ones alone; to be packed matters where sequences are told apart.
-    """
-    cfg = config(**OBJECTIVES[objective][0])
-    if backend == "triton":
-        return layout == "padded" and cfg.one_pass
-    return layout == "padded" or cfg.needs_sequences

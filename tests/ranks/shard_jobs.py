@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_kernels import Support, VocabRanks
+import grpo_kernels
+from grpo_kernels import LMHead, Support, VocabRanks, fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.integrations.verl import linear_cross_entropy
-from tests.helpers import flat_calls
-from tests.helpers.batches import config, make_batch, run_fused
+from tests.helpers.batches import called, config, make_batch, run_fused
 
 RANK_OPTIONS = ("layout", "starts")
 VOCABULARY_FIELDS = ("weight", "bias", "b")
@@ -102,11 +102,12 @@ def scores(cuts, options: dict[str, Any], exact: bool = False) -> dict[str, torc
         kwargs |= {"bias": head["bias"], "low_rank": (head["a_out"], head["b"])}
     if not exact and not dtensors:
         kwargs["ranks"] = on_rank(options)["ranks"]
-    module = flat_calls.reference if exact else flat_calls
+    package = reference if exact else grpo_kernels
     tensors = head["hidden"], head["weight"]
+    kwargs |= dict(zip(("hidden", "weight"), tensors, strict=True))
     if call == "loss":
-        advantages = batch.advantages.to(dtype)
-        out = module.fused_grpo_loss(*tensors, targets, advantages, **kwargs)
+        kwargs |= {"targets": targets, "advantages": batch.advantages.to(dtype)}
+        out = called(package, "fused_grpo_loss", kwargs)
         results, total = {"logps": out.logps, "entropy": out.entropy}, out.loss
     else:
         if call == "verl" and not exact:
@@ -114,8 +115,8 @@ def scores(cuts, options: dict[str, Any], exact: bool = False) -> dict[str, torc
             out = linear_cross_entropy(*tensors, targets, *call_args, mask=mask)
         else:
             kwargs |= {} if exact else {"entropy": True}
-            targets = None if options.get("entries") else targets
-            out = module.linear_logprobs(*tensors, targets, **kwargs)
+            kwargs["targets"] = None if options.get("entries") else targets
+            out = called(package, "linear_logprobs", kwargs)
         names = ("logps", "entropy", "logsumexp")[: 2 if call == "verl" else 3]
         results = dict(zip(names, out, strict=False))
         total = sum((weights_like(x) * x).sum() for x in results.values())
@@ -143,8 +144,8 @@ def own_tokens() -> dict[str, torch.Tensor]:
         torch.cat(all_gather(x, dist.group.WORLD))
         for x in (hidden, batch.targets[local], batch.mask[local], batch.advantages[local])
     )
-    head = {"ranks": VocabRanks(dist.group.WORLD, hidden="partial")}
-    out = flat_calls.fused_grpo_loss(everyone, weight, targets, advantages, mask, **head)
+    head = LMHead(weight, ranks=VocabRanks(dist.group.WORLD, hidden="partial"))
+    out = fused_grpo_loss(everyone, head, targets, advantages, mask)
     out.loss.backward()
     return {"loss": out.loss.detach(), "hidden": hidden.grad, "weight": weight.grad}
 
@@ -155,9 +156,9 @@ def sizes(all_cuts) -> list[int]:
     targets = torch.where(batch.mask, batch.targets, 0)
     targets[0, 0] = 2000  # in none of them
     for cuts in all_cuts:
-        weight = batch.weight[rows_of(cuts)]
+        head = LMHead(batch.weight[rows_of(cuts)], **on_rank({}))
         try:
-            flat_calls.linear_logprobs(batch.hidden, weight, targets, batch.mask, **on_rank({}))
+            linear_logprobs(batch.hidden, head, targets, batch.mask)
         except ValueError as error:
             chunk_sizes.append(int(str(error).split("[0, ")[1].split(")")[0]))
     return chunk_sizes
@@ -288,7 +289,7 @@ def refused(change: Callable[[Any, int], dict[str, Any]]) -> str:
     kwargs["weight"] = kwargs["weight"].detach().requires_grad_(kwargs.pop("trained"))
     try:
         kwargs.setdefault("ranks", VocabRanks(*rank_args) if "ranks" not in kwargs else None)
-        flat_calls.fused_grpo_loss(**kwargs)
+        called(grpo_kernels, "fused_grpo_loss", kwargs)
     except (ValueError, TypeError) as error:
         return str(error)
     return "nothing"
