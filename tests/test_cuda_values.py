@@ -8,8 +8,7 @@ precision's operands.
 import pytest
 import torch
 
-import grpo_kernels
-from grpo_kernels import Execution, Reference, fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.batches import config, make_batch, relative_error, run_fused
 from tests.helpers.head_options import OPTIONS, expect_equal, objective_options
 from tests.tools import whole_calls
@@ -92,52 +91,6 @@ def test_values_of_a_frozen_head(dtype):
         results.append(torch.autograd.grad(loss, hidden)[0])
     true, actual = results
     assert true.norm() > 0 and relative_error(actual, true) <= TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("what", "options"),
-    (
-        ("reverse", {}),
-        ("forward", {}),
-        ("jsd", {}),
-        ("loss", {"kl_estimator": "exact"}),
-        ("loss", {"kl_estimator": "exact", "loss_type": "gspo", "entropy_coef": 0.1}),
-        ("loss", {"kl_estimator": "k3"}),
-    ),
-    ids=str,
-)
-def test_values_of_two_heads(what, options, dtype):
-    """In chunks; of one model in this dtype, and of another in half precision."""
-    batch = make_batch(B=6, T=11, V=V).to("cuda", dtype)
-    weight = (1.1 * batch.weight.float()).bfloat16()
-    hidden, mask = batch.hidden.bfloat16(), batch.mask
-    results = []
-    for package, to in ((reference, torch.float64), (grpo_kernels, dtype)):
-        leaves = [x.detach().to(to).requires_grad_() for x in (batch.hidden, batch.weight)]
-        other = Reference(
-            *((hidden.to(to), weight.to(to)) if to == torch.float64 else (hidden, weight))
-        )
-        if what != "loss" and to == torch.float64:
-            value = package.divergence(*leaves, other, mask, kind=what, beta=0.3).sum() / mask.sum()
-        elif what != "loss":
-            execution = Execution(chunk_bytes=10 * V * 16)
-            value = package.fused_distillation_loss(
-                *leaves, other, mask, kind=what, beta=0.3, execution=execution
-            ).loss
-        else:
-            args = (
-                batch.targets,
-                batch.advantages.to(torch.promote_types(to, torch.float32)),
-                mask,
-            )
-            value = package.fused_grpo_loss(
-                *leaves, *args, reference=other, config=config(beta=2.0, **options)
-            ).loss
-        (64 * value).backward()
-        results.append([value.detach(), *(x.grad for x in leaves)])
-    for true, actual in zip(*results, strict=True):
-        assert true.norm() > 0 and relative_error(actual, true) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

@@ -123,12 +123,6 @@ def test_advantages_per_token():
     expect_equal(flat, {**options, "advantages": torch.randn(flat.mask.shape)})
 
 
-@pytest.mark.parametrize("num_items", (57, 57.5, torch.tensor(57), torch.tensor(0.25)))
-def test_num_items(num_items):
-    options = {"config": config(loss_type="dapo"), "num_items": num_items, "old_logps": True}
-    expect_equal(make_batch(), options)
-
-
 @pytest.mark.parametrize("mask_dtype", (torch.bool, torch.int64, torch.uint8, torch.float32))
 def test_mask_dtypes(mask_dtype):
     batch = make_batch()

@@ -60,10 +60,10 @@ def reference_of(batch):
     hidden = torch.cat([taken, torch.randn(*taken.shape[:-1], 8, generator=g)], -1)
     wide = torch.cat([batch.weight.float(), torch.randn(V, 8, generator=g) / 16], 1)
     bias, lora_b = torch.randn(V, generator=g) / 4, torch.randn(V, R, generator=g) / 4
-    head = LMHead(
-        wide, bias, (hidden[..., :R] / 4, lora_b), logit_scale=0.9, softcap=20.0, temperature=0.8
-    )
-    return Reference(hidden.masked_fill(~rows, torch.nan), head)
+    low_rank, dtype = (hidden[..., :R] / 4, lora_b), batch.hidden.dtype
+    numbers = {"logit_scale": 0.9, "softcap": 20.0, "temperature": 0.8}
+    head = LMHead(wide.to(dtype), bias, low_rank, **numbers)
+    return Reference(hidden.masked_fill(~rows, torch.nan).to(dtype), head)
 
 
 # Values of each field, by the field's name and what it is here: functions of the batch.
@@ -181,6 +181,8 @@ def options_of(batch, names, objective=None):
 
 
 def widened(x):
+    if isinstance(x, Reference):
+        return moved(x, torch.float64)
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
@@ -194,7 +196,7 @@ def exactly(head, call, dtype):
 
 
 def moved(x, device):
-    """Tensors, wherever they are, on the device."""
+    """Tensors, wherever they are, on the device, or in a dtype."""
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if isinstance(x, LMHead):
