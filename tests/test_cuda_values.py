@@ -31,10 +31,13 @@ CASES = {
     "two_passes": objective_options("gspo"),
     "kl": objective_options("kl"),
     **{name: head_option(name) for name in ("entropy", "everything", "temperature_per_token")},
-    "one_row_chunks": {"chunk_bytes": 4 * V, **objective_options("old_logps")},
-    "small_chunks": {"chunk_bytes": 6 * V * 16, **objective_options("old_logps")},
-    "strips": {"chunk_bytes": 6 * V * 64, **objective_options("old_logps")},
-    "models_logits": {"logits_dtype": "model", **objective_options("old_logps")},
+    "one_row_chunks": {"execution": Execution(chunk_bytes=4 * V), **objective_options("old_logps")},
+    "small_chunks": {
+        "execution": Execution(chunk_bytes=6 * V * 16),
+        **objective_options("old_logps"),
+    },
+    "strips": {"execution": Execution(chunk_bytes=6 * V * 64), **objective_options("old_logps")},
+    "models_logits": {**objective_options("old_logps"), "head": {"logits_dtype": "model"}},
 }
 
 
@@ -46,7 +49,7 @@ def test_values(case, dtype):
     if case == "models_logits" and dtype != torch.float32:
         # Rounded as the model's own head does, on purpose: near, not equal.
         near = run_fused(batch, exact=False, **options)
-        expected = run_fused(batch, exact=True, **{**options, "logits_dtype": "fp32"})
+        expected = run_fused(batch, exact=True, **{**options, "head": {}})
         assert 1e-4 < (near.logps - expected.logps).abs().max() < 0.2
         return
     expect_equal(batch, options, tolerance=TOLERANCE[dtype])

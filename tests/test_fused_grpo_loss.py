@@ -27,7 +27,7 @@ from tests.helpers.head_options import (
 def test_no_gradient_slice_is_rounded_before_summing():
     """Forty chunks of bf16 input: rounding each chunk's dW would show, one rounding does not."""
     batch = make_batch(B=8, T=40, V=300).to("cpu", torch.bfloat16)
-    options = {"chunk_bytes": 4 * 300 * 4, "scale": 1.0}
+    options = {"execution": Execution(chunk_bytes=4 * 300 * 4), "scale": 1.0}
     actual, expected = (run_fused(batch, exact=x, **options) for x in (False, True))
     rounding = relative_error(expected.gradients["weight"].bfloat16(), expected.gradients["weight"])
     error = relative_error(actual.gradients["weight"], expected.gradients["weight"])
@@ -149,7 +149,7 @@ def rows_multiplied(batch, options):
             elements["gradients"] += a.numel()
         return torch.mm(a, b)
 
-    run_fused(batch, exact=False, **options, matmul=matmul)
+    run_fused(batch, exact=False, **options, execution=Execution(matmul=matmul))
     return {name: count / V for name, count in elements.items()}
 
 
@@ -190,7 +190,11 @@ def test_nothing_to_learn(loss_type, zero, backend):
     if zero == "zero_advantages":
         batch.advantages = torch.zeros_like(batch.advantages)
     result = run_fused(
-        batch, exact=False, config=config(loss_type=loss_type), bias=True, backend=backend
+        batch,
+        exact=False,
+        config=config(loss_type=loss_type),
+        head={"bias": True},
+        execution=Execution(backend=backend),
     )
     assert result.loss.item() == 0
     for name, grad in result.gradients.items():

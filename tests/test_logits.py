@@ -32,9 +32,11 @@ ROUNDED = {"logits_dtype": "model"}
 def test_gemms_in_half_precision_round_their_own_result(option, dtype, monkeypatch):
     imitate(monkeypatch, dtype)
     config_options, options = OPTIONS[option]
-    options = {**options, **ROUNDED, "config": config(**config_options), "scale": 4.0}
+    head = {**options.get("head", {}), **ROUNDED}
+    options = {**options, "head": head, "config": config(**config_options), "scale": 4.0}
     batch = exact_batch(dtype, B=8, T=16)
-    expect_equal(batch, {**options, "chunk_bytes": 24 * 1003 * 5}, tolerance=5e-3)
+    how = Execution(chunk_bytes=24 * 1003 * 5)
+    expect_equal(batch, options, tolerance=5e-3, execution=how)
 
 
 def test_log_probs_are_those_of_an_eager_head_in_bf16():
@@ -80,9 +82,10 @@ def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
     batch.targets = torch.where(batch.targets < BANNED, batch.targets + BANNED, batch.targets)
     batch.targets = batch.targets.masked_fill(~batch.mask, -100)
     batch.bias[:BANNED] = -torch.inf
-    options = {**objective_options(objective), "backend": backend, "chunk_bytes": CHUNK}
+    how = Execution(backend=backend, chunk_bytes=CHUNK)
+    options = {**objective_options(objective), "execution": how}
     if softcap is not None:
-        options |= {"softcap": softcap, "temperature": True, "logit_scale": 0.8}
+        options["head"] |= {"softcap": softcap, "temperature": True, "logit_scale": 0.8}
     banned = expect_equal(batch, options)
     fewer = make_batch()
     for name in ("weight", "bias"):

@@ -69,7 +69,8 @@ def test_half_precision_products(option, dtype, monkeypatch):
     """Two buffers as on a GPU: logits in strips of 5 rows, gradients of up to 50."""
     imitate(monkeypatch, dtype)
     config_options, options = OPTIONS[option]
-    options = {**options, "config": config(**config_options), "chunk_bytes": 24 * 1003 * 5}
+    how = Execution(chunk_bytes=24 * 1003 * 5)
+    options = {**options, "config": config(**config_options), "execution": how}
     batch = make_batch(B=8, T=16).to("cpu", dtype)
     # So few tokens that the roundings of E, of r h and of the result do not average out.
     tolerance = 5e-3 if dtype == torch.bfloat16 else TOLERANCE[dtype]

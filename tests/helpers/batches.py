@@ -249,32 +249,49 @@ def called(package: Any, call: str, arguments: dict[str, Any]) -> Any:
 HEAD = ("hidden", "weight", "bias")
 
 
-def run_fused(batch: Batch, *, exact: bool, scale: float = 3.0, **options: Any) -> Result:
+def run_fused(
+    batch: Batch, *, exact: bool, scale: float = 3.0, head: Any = (), frozen: Any = (),
+    mask: bool = True, advantages: Tensor | None = None, execution: Execution | None = None,
+    **arguments: Any,
+) -> Result:  # fmt: skip
     """`fused_grpo_loss`, or with `exact` its reference in float64, and the gradients.
 
-    `options` may name the batch's optional tensors with a bool: whether to pass them.
+    `head`: fields of the `LMHead`. Of the names that are True the batch has the tensors.
     """
-    frozen, dtype = options.pop("frozen", ()), torch.float64 if exact else None
-    arguments = {"targets": batch.targets, "cu_seqlens": batch.cu_seqlens}
-    arguments["advantages"] = options.pop("advantages", batch.advantages)
-    arguments["mask"] = batch.mask if options.pop("mask", True) else None
-    head = {}
+    leaves = {}
     for name in HEAD:  # as clone(), but with the strides it came with
         x = getattr(batch, name).detach()
         x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-        head[name] = x.to(dtype or x.dtype).requires_grad_(name not in frozen)
-    arguments |= {"hidden": head["hidden"], "weight": head["weight"]}
-    for name, x in options.items():
-        if x is True and (hasattr(batch, name) or name in head):
-            x = head[name] if name in head else getattr(batch, name)
-            x = x.double() if exact and x is not None and x.dtype == torch.float32 else x
-        if x is not False or name not in vars(batch):
-            arguments[name] = x
-    if exact and arguments.get("logits_dtype") == "model":
-        arguments["logits_dtype"] = batch.hidden.dtype
-    out = called(reference if exact else grpo_kernels, "fused_grpo_loss", arguments)
+        x = x.double() if exact else x
+        leaves[name] = x.requires_grad_(name not in frozen)
+
+    def tensors_of(named: dict[str, Any]) -> dict[str, Any]:
+        tensors = {}
+        for name, x in named.items():
+            if x is not False:
+                x = getattr(batch, name) if x is True else x
+                widened = exact and isinstance(x, Tensor) and x.dtype == torch.float32
+                tensors[name] = x.double() if widened else x
+        return tensors
+
+    fields_of_head, arguments = tensors_of(dict(head)), tensors_of(arguments)
+    if "bias" in fields_of_head:
+        fields_of_head["bias"] = leaves["bias"]
+    rounded = fields_of_head.get("logits_dtype") == "model"
+    if exact:
+        fields_of_head.pop("logits_dtype", None)
+        arguments |= {"rounded_to": batch.hidden.dtype} if rounded else {}
+    elif execution is not None:
+        arguments["execution"] = execution
+    call = reference.fused_grpo_loss if exact else grpo_kernels.fused_grpo_loss
+    lm_head = LMHead(leaves["weight"], **fields_of_head) if head else leaves["weight"]
+    out = call(
+        leaves["hidden"], lm_head, batch.targets,
+        batch.advantages if advantages is None else advantages, batch.mask if mask else None,
+        cu_seqlens=batch.cu_seqlens, **arguments,
+    )  # fmt: skip
     (scale * out.loss).backward()
-    gradients = {k: None if x.grad is None else x.grad.double() / scale for k, x in head.items()}
+    gradients = {k: None if x.grad is None else x.grad.double() / scale for k, x in leaves.items()}
     return Result(out.loss.detach(), out.metrics, out.logps, gradients)
 
 

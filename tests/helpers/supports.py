@@ -9,8 +9,6 @@ import torch
 from grpo_kernels import LMHead, Support, reference
 from tests.helpers.batches import Batch
 
-_HEAD = ("bias", "logit_scale", "softcap", "temperature")
-
 
 def make_support(batch: Batch, *, seed: int = 0, without: float = 0.2, most: int = 60) -> Support:
     """A set for each token: singletons, some words, many; a share `without` any.
@@ -63,5 +61,4 @@ def with_logps_of(batch: Batch, support: Support, **head: object) -> Batch:
 
 def with_logps_of_call(batch: Batch, support: Support, options: dict) -> Batch:
     """The same for the options of a call."""
-    head = {name: options[name] for name in _HEAD if name in options}
-    return with_logps_of(batch, support, **head)
+    return with_logps_of(batch, support, **options.get("head", {}))

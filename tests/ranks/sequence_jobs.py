@@ -57,9 +57,11 @@ def loss(part, options, cu_seqlens=None):
     """Scores this rank's tokens, joins those of all ranks, and computes the loss on every rank."""
     group = dist.group.WORLD
     head = [x.clone().requires_grad_() for x in (part.hidden, part.weight, part.bias)]
-    temperature = part.temperature if options.pop("temperature", False) else 1.0
-    bias = head[2] if options.pop("bias", False) else None
-    lm_head = LMHead(head[1], bias, temperature=temperature)
+    fields = options.pop("head", {})
+    bias = head[2] if "bias" in fields else None
+    lm_head = LMHead(
+        head[1], bias, temperature=part.temperature if "temperature" in fields else 1.0
+    )
     scored = part.mask
     if options.get("ce_weights"):
         scored = part.mask | (part.ce_weights != 0)

@@ -17,7 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import grpo_kernels
-from grpo_kernels import LMHead, Support, VocabRanks, fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels import (
+    Execution,
+    LMHead,
+    Support,
+    VocabRanks,
+    fused_grpo_loss,
+    linear_logprobs,
+    reference,
+)
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from tests.helpers.batches import called, config, make_batch, run_fused
 
@@ -55,14 +63,16 @@ def rows_of(cuts, starts=None) -> slice:
     return slice(at, at + end - begin)
 
 
-def said(cuts, options: dict[str, Any]) -> list[str]:
+def said(cuts, head: dict[str, Any], chunk_bytes: int) -> list[str]:
     """The names of the collectives of a call, once the ranks have met."""
+    head = {**head, "ranks": VocabRanks(dist.group.WORLD)}
     rows = rows_of(cuts)
     batch = make_batch()
     part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
     for _ in range(2):
         with Traffic() as traffic:
-            run_fused(part, exact=False, **on_rank(options))
+            execution = Execution(chunk_bytes=chunk_bytes)
+            run_fused(part, exact=False, head=head, execution=execution, old_logps=True)
     return [name for name, _ in traffic.seen]
 
 
@@ -172,7 +182,7 @@ def raises_alone() -> str:
         return "gone"
     part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
     try:
-        run_fused(part, exact=False, ranks=VocabRanks(group))
+        run_fused(part, exact=False, head={"ranks": VocabRanks(group)})
     except RuntimeError as error:
         return str(error)
     return "nothing"
