@@ -11,7 +11,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench test-processors sanitize test-rest test-with test-all smoke-newest lint format compile-report api vllm with-vllm with-trl with-liger with-verl with-ms-swift with-axolotl with-kernels with-others
+.PHONY: help demo test smoke bench test-processors sanitize test-rest test-with test-all smoke-newest lint format compile-report api vllm with-vllm with-trl with-liger with-verl with-ms-swift with-axolotl with-kernels with-others
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,17 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 
 test: $(VENV)/installed ## the fast tests [ARGS="-k vespo" WORKERS=8]
 	$(TEST) $(PARALLEL) -m "not slow" tests/test_*.py $(ARGS)
+
+# Values and gradients of every call on both backends, and what runs each kernel that these do not;
+# a step of the trainer.
+PAIRS := tests/test_pairs.py::test_
+SMOKE_TESTS := $(PAIRS)everything "$(PAIRS)pair[ranks-triton-reverse]" "$(PAIRS)pair[triton-support-loss]" \
+  "$(PAIRS)objective_of_log_probs[everything-options1]" "$(PAIRS)objective_of_log_probs[old_logps-options1]" \
+  tests/test_selective_log_softmax.py::test_temperature \
+  "tests/test_triton_entries.py::test_sums_of_segments[cpu-torch.float32-one-50]" \
+  "tests/test_batch_invariant.py::test_the_trainers_first_ratios_are_exactly_1[16]"
+smoke: $(VENV)/installed ## a value of each call and kernel, a step of the trainer: seconds
+	$(TEST) $(PARALLEL) $(SMOKE_TESTS) $(ARGS)
 
 bench: $(VENV)/installed ## time and memory beside eager, TRL and Liger [ARGS="-k rollout --benchmark-json=bench.json"]
 	$(RUN) -m pytest benchmarks $(ARGS)

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 import grpo_kernels
 from grpo_kernels import reference as exact
-from tests.helpers import flat_calls
-from tests.helpers.batches import make_batch, packed
-from tests.helpers.flat_calls import EXECUTION_FIELDS, HEAD_FIELDS
+from tests.helpers.batches import EXECUTION_FIELDS, HEAD_FIELDS, called, make_batch, packed
 from tests.helpers.supports import make_support
 
 HEAD_ARGS = {"weight", *HEAD_FIELDS, *EXECUTION_FIELDS}
@@ -95,8 +93,10 @@ def results(call, kwargs, module):
         if isinstance(x := kwargs[name], torch.Tensor) and x.is_floating_point():
             leaves[name] = x.detach().double() if module is exact else x.detach()
             leaves[name].requires_grad_()
-    flat = flat_calls.reference if module is exact else flat_calls
-    out = getattr(flat if "weight" in kwargs else module, call)(**kwargs | leaves)
+    if "weight" in kwargs:
+        out = called(module, call, kwargs | leaves)
+    else:
+        out = getattr(module, call)(**kwargs | leaves)
     logps = out if isinstance(out, torch.Tensor) else getattr(out, "logps", out[0])
     value = getattr(out, "loss", logps.sum())
     if value.requires_grad:

@@ -1,6 +1,7 @@
 """The calls inside the machinery of training."""
 
 import ast
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,19 +13,24 @@ import grpo_kernels
 from grpo_kernels import (
     Execution,
     GRPOLossConfig,
+    LMHead,
     Reference,
     Support,
     check_sampler,
     fused_distillation_loss,
+    fused_grpo_loss,
     group_advantages,
     grpo_loss,
+    linear_logprobs,
     per_token_kl,
+    reference,
     selective_log_softmax,
     topk_kl,
 )
+from grpo_kernels.head import call as head_calls
 from grpo_kernels.kernels.divergences import DIVERGENCES
 from tests.helpers.batches import make_batch, relative_error, run_fused
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.fake_cuda import CountedCUDA
 from tests.helpers.head_options import BACKENDS
 from tests.helpers.supports import make_support
 from tests.helpers.tiers import in_turn
@@ -34,11 +40,9 @@ def head(batch, *names):
     return [getattr(batch, n).clone().requires_grad_() for n in names or ("hidden", "weight")]
 
 
-def call_fused(batch, hidden, weight, **options):
-    return fused_grpo_loss(
-        hidden, weight, batch.targets, batch.advantages, batch.mask,
-        old_logps=batch.old_logps, **options,
-    ).loss  # fmt: skip
+def call_fused(batch, hidden, weight):
+    args = batch.targets, batch.advantages, batch.mask
+    return fused_grpo_loss(hidden, weight, *args, old_logps=batch.old_logps).loss
 
 
 def call_two_passes(batch, hidden, weight):
@@ -102,8 +106,8 @@ def test_inputs_and_gradients_that_are_not_dense(call, kind, backend):
         leaves = [batch.hidden.nan_to_num(), batch.weight, batch.bias]
         leaves = [laid_out(x, how).detach().requires_grad_() for x in leaves]
         states, weight, bias = leaves
-        options = {"bias": bias, "softcap": 9.0, "temperature": laid_out(factors, how)}
-        options["backend"] = backend
+        temperature, options = laid_out(factors, how), {"execution": Execution(backend=backend)}
+        lm_head = LMHead(weight, bias, softcap=9.0, temperature=temperature)
         targets, count = laid_out(ids, how), laid_out(mask, how)
         if call == "loss":
             constants = {"old_logps": batch.old_logps, "ref_logps": batch.old_logps + 0.1}
@@ -112,11 +116,11 @@ def test_inputs_and_gradients_that_are_not_dense(call, kind, backend):
             }
             advantages = laid_out(batch.advantages[:, None] * factors, how)
             out = fused_grpo_loss(
-                states, weight, targets, advantages, count, **constants, **options
+                states, lm_head, targets, advantages, count, **constants, **options
             )
             results = [out.loss]
         elif call == "logits":
-            logits, temperature = laid_out(states @ weight.T + bias, how), options["temperature"]
+            logits = laid_out(states @ weight.T + bias, how)
             results = [
                 selective_log_softmax(logits, targets, temperature=temperature, backend=backend)
             ]
@@ -127,7 +131,7 @@ def test_inputs_and_gradients_that_are_not_dense(call, kind, backend):
                 targets, options["entries"] = None, True
             if call == "several":
                 targets = laid_out(torch.stack([ids, ids * 7 % 61], -1), how)
-            results = linear_logprobs(states, weight, targets, count, entropy=True, **options)[:3]
+            results = linear_logprobs(states, lm_head, targets, count, entropy=True, **options)[:3]
         total = 0.0
         for x in results:
             weights = torch.arange(1, x.numel() + 1).view(x.shape) % 5
@@ -178,7 +182,7 @@ def everything(batch, backend, numbers):
     targets = batch.targets.clamp(min=0)
     head_args, on = (hidden, weight, targets, batch.advantages), {"backend": backend}
     teacher = Reference(hidden.detach().flip(0), weight.detach().flip(1))
-    execution = Execution(backend=backend)
+    how = {"execution": Execution(backend=backend)}
     sets = Support(
         torch.stack([targets, (targets + 1) % 13], -1).flatten(), 2 * torch.arange(B * T + 1)
     )
@@ -192,20 +196,21 @@ def everything(batch, backend, numbers):
             results.extend(d)
         return out
 
-    scored = add(linear_logprobs(hidden, weight, targets, mask, entropy=True, **on))
-    many = add(linear_logprobs(hidden, weight, targets[..., None] % 7 + torch.arange(4), **on))
-    add(linear_logprobs(hidden, weight, None, support=sets, entries=True, **on))
+    scored = add(linear_logprobs(hidden, weight, targets, mask, entropy=True, **how))
+    many = add(linear_logprobs(hidden, weight, targets[..., None] % 7 + torch.arange(4), **how))
+    add(linear_logprobs(hidden, weight, None, support=sets, entries=True, **how))
     add(selective_log_softmax(hidden @ weight.T, targets, **on))
     constants = {"old_logps": old, "sampling_logps": old - 0.1, "ce_weights": old / 1000}
     for number in numbers:
+        numbered = how | {"num_items": number}
         for kind in DIVERGENCES:
             args = hidden, weight, teacher, mask if number is None else None
-            add(fused_distillation_loss(*args, kind=kind, num_items=number, execution=execution))
-        how = on | {"num_items": number}
-        add(grpo_loss(scored.logps, batch.advantages, mask, config=CORRECTED, **constants, **how))
-        add(fused_grpo_loss(*head_args, mask, **constants, **how))
-        add(fused_grpo_loss(*head_args, reference=teacher, config=EXACT_KL, **how))
-        add(fused_grpo_loss(*head_args, mask, support=sets, **how))
+            add(fused_distillation_loss(*args, kind=kind, **numbered))
+        args = scored.logps, batch.advantages, mask
+        add(grpo_loss(*args, config=CORRECTED, num_items=number, **constants, **on))
+        add(fused_grpo_loss(*head_args, mask, **constants, **numbered))
+        add(fused_grpo_loss(*head_args, reference=teacher, config=EXACT_KL, **numbered))
+        add(fused_grpo_loss(*head_args, mask, support=sets, **numbered))
     rewards = torch.linspace(0, 1, 514, dtype=torch.float32).square().view(-1, 2)
     for options in ({}, {"scale": "batch"}, {"aggregation": "normalize_then_sum"}):
         add(group_advantages(rewards, 257, weights=[1.0, 0.3], **options))
@@ -303,10 +308,9 @@ def test_a_bf16_head_with_a_float32_adapter():
     for call, dtype in ((fused_grpo_loss, None), (reference.fused_grpo_loss, torch.float64)):
         leaves = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in tensors]
         weight = batch.weight.bfloat16().to(dtype or torch.bfloat16)
-        call(
-            leaves[0], weight, batch.targets, batch.advantages, batch.mask,
-            old_logps=batch.old_logps, low_rank=leaves[1:],
-        ).loss.backward()  # fmt: skip
+        args = batch.targets, batch.advantages, batch.mask
+        lm_head = LMHead(weight, low_rank=tuple(leaves[1:]))
+        call(leaves[0], lm_head, *args, old_logps=batch.old_logps).loss.backward()
         grads.append([x.grad for x in leaves])
     for actual, truth, x in zip(*grads, tensors, strict=True):
         assert actual.dtype == x.dtype and relative_error(actual, truth) < 2.5e-3
@@ -324,6 +328,21 @@ def test_mixed_dtypes(call, batch):
         CALLS[call](mixed, hidden, weight).backward()
         assert hidden.grad.dtype == hidden.dtype and weight.grad.dtype == weight.dtype
         assert_gradients(hidden, weight, expected, 2.5e-3)
+
+
+def test_operands_of_two_dtypes_are_warned_of_once(real_memory, monkeypatch):
+    """On a GPU, outside autocast: their GEMMs run in float32."""
+    head_calls._warn_of_float32_products.cache_clear()
+    said = "weight: bfloat16 hidden states and a float32 head are multiplied in float32"
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
+    for autocast, expected in ((True, 0), (False, 1), (False, 0)):
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda _, on=autocast: on)
+        with CountedCUDA(), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            hidden = torch.empty(8, 16, dtype=torch.bfloat16, device="cuda")
+            targets = torch.empty(8, dtype=torch.long, device="cuda")
+            linear_logprobs(hidden, torch.empty(99, 16, device="cuda"), targets)
+        assert [said in str(x.message) for x in warned].count(True) == expected
 
 
 @pytest.mark.parametrize("use_reentrant", (False, True))
@@ -413,10 +432,11 @@ def test_a_masked_row_of_large_logits(backend):
     for options in ({}, {"capturable": True}):
         head = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
         bias = torch.zeros(len(batch.weight)).index_fill_(0, torch.tensor(3), 3.0).requires_grad_()
-        logps = linear_logprobs(
-            *head, batch.targets, bias=bias, mask=batch.mask, temperature=0.03, backend=backend,
-            **options,
-        ).logps  # fmt: skip
+        lm_head, how = (
+            LMHead(head[1], bias, temperature=0.03),
+            Execution(backend=backend, **options),
+        )
+        logps = linear_logprobs(head[0], lm_head, batch.targets, batch.mask, execution=how).logps
         logps.sum().backward()
         gradients.append([head[1].grad, bias.grad])
     for plain, capturable in zip(*gradients, strict=True):
@@ -440,7 +460,8 @@ def test_cuda_graph(masked):
 
     def step(values, **options):
         head = [x.detach().requires_grad_() for x in values[:2]]
-        fused_grpo_loss(*head, *values[2:], **options).loss.backward()
+        how = Execution(**options)
+        fused_grpo_loss(*head, *values[2:], execution=how).loss.backward()
         return [x.grad for x in head]
 
     static = inputs_of(batches[0])

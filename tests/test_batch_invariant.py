@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from grpo_kernels import GRPOLossConfig
+from grpo_kernels import Execution, GRPOLossConfig, LMHead, fused_grpo_loss, linear_logprobs
 from grpo_kernels.head.products import INVARIANT_ROWS
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import BACKENDS
 from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
-INVARIANT = {"batch_invariant": True}
 V, H = 307, 48
 ROWS = INVARIANT_ROWS
 N = 2 * ROWS + 22  # three products, the last one short
@@ -30,25 +28,25 @@ def tokens(dtype=torch.float32):
     return hidden.to(dtype), weight, targets, fields, lora_b, bias
 
 
-def some_of(rows, call, dtype=torch.float32, adapter=True, **options):
+def some_of(rows, call, dtype=torch.float32, adapter=True, head=(), **execution):
     """The results of a call over `rows` of the tokens, with their gradients."""
     rows = torch.as_tensor(rows)
     hidden, weight, targets, fields, lora_b, bias = tokens(dtype)
     hidden = hidden[rows].clone().requires_grad_()
     a_out = fields["a_out"][rows].clone().requires_grad_()
-    head = (hidden, weight, targets[rows])
-    options = {**INVARIANT, "temperature": fields["temperature"][rows], "bias": bias, **options}
-    if adapter:
-        options["low_rank"] = (a_out, lora_b)
+    low_rank = (a_out, lora_b) if adapter else None
+    lm_head = LMHead(weight, bias, low_rank, temperature=fields["temperature"][rows], **dict(head))
+    args = hidden, lm_head, targets[rows]
+    how = {"execution": Execution(batch_invariant=True, **execution)}
     if call == "loss":
         out = fused_grpo_loss(
-            *head, fields["advantages"][rows], old_logps=fields["old_logps"][rows], num_items=N,
-            config=GRPOLossConfig(loss_type="dapo"), **options,
+            *args, fields["advantages"][rows], old_logps=fields["old_logps"][rows], num_items=N,
+            config=GRPOLossConfig(loss_type="dapo"), **how,
         )  # fmt: skip
         out.loss.backward()
         results = [out.logps, out.entropy]
     else:
-        out = linear_logprobs(*head, entropy=True, **options)
+        out = linear_logprobs(*args, entropy=True, **how)
         sum((d * x).sum() for d, x in zip(fields["d"][:, rows], out, strict=False)).backward()
         results = [*out]
     return [*results, hidden.grad, *([a_out.grad] if adapter else [])]
@@ -101,7 +99,7 @@ def test_chunks_and_threads(call, threads):
 @pytest.mark.parametrize(
     "options",
     (
-        {"softcap": 8.0}, {"logits_dtype": "model"}, {"adapter": False},
+        {"head": {"softcap": 8.0}}, {"head": {"logits_dtype": "model"}}, {"adapter": False},
         {"adapter": False, "chunk_bytes": CHUNK, "gpu": True},
     ),
     ids=("softcap", "logits_dtype", "no_adapter", "half_precision_gemms"),
@@ -125,9 +123,10 @@ def test_scored_and_trained_log_probs_are_equal(dtype, backend, monkeypatch):
     hidden, targets = 3 * torch.randn(9, 16, generator=g), torch.randint(6000, (9,), generator=g)
     hidden = hidden.to(dtype).requires_grad_()
     for logits_dtype in ("fp32", "model"):
-        options = {**INVARIANT, "backend": backend, "logits_dtype": logits_dtype}
-        scored = linear_logprobs(hidden, weight, targets, entropy=True, **options)
-        out = fused_grpo_loss(hidden, weight, targets, torch.ones(9), **options)
+        args = hidden, LMHead(weight, logits_dtype=logits_dtype), targets
+        how = Execution(batch_invariant=True, backend=backend)
+        scored = linear_logprobs(*args, entropy=True, execution=how)
+        out = fused_grpo_loss(*args, torch.ones(9), execution=how)
         assert torch.equal(out.logps, scored.logps) and torch.equal(out.entropy, scored.entropy)
 
 

@@ -158,16 +158,6 @@ def test_one_pass(options, one_pass):
     assert (cfg.why_two_passes() is None) is one_pass
 
 
-def test_reasons():
-    correction = GRPOLossConfig(is_correction="sequence_mask")
-    assert "old_logps" in correction.why_two_passes(has_old_logps=False)
-    bonus = config(top_entropy_quantile=0.2, entropy_threshold=1.0, entropy_coef=0.1)
-    assert "entropy bonus" in bonus.why_two_passes()
-    assert "Vespo weighs a token" in config(loss_type="vespo").why_two_passes()
-    assert "ratio" in config(loss_type="gspo").why_two_passes()
-    assert "token_local" in GRPOLossConfig(loss_type=own()).why_two_passes()
-
-
 def test_a_callable_says_what_it_is():
     nothing = GRPOLossConfig(loss_type=own())
     assert not nothing.gradient_needs_advantage and not nothing.entropy_has_gradient

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs
 from tests.helpers.batches import (
     HEAD,
     NAN,
@@ -14,7 +15,6 @@ from tests.helpers.batches import (
     run_fused,
     with_cross_entropy,
 )
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
 from tests.helpers.head_options import (
     BACKENDS,
     CHUNK,
@@ -71,8 +71,8 @@ def test_alone_is_torchs_cross_entropy(without, loss_type, backend):
     expected = torch.nn.functional.cross_entropy(logits, batch.targets[chosen])
     expected.backward()
     actual = run_fused(
-        batch, exact=False, config=config(loss_type=loss_type), bias=True, ce_weights=True,
-        backend=backend, chunk_bytes=CHUNK,
+        batch, exact=False, config=config(loss_type=loss_type), head={"bias": True},
+        ce_weights=True, execution=Execution(backend=backend, chunk_bytes=CHUNK),
     )  # fmt: skip
     assert actual.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for name in ("ce_loss", "ce_nll"):
@@ -87,7 +87,7 @@ def test_where_advantages_are_per_token():
     sparse = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.5
     advantages = (batch.advantages[:, None] * sparse).masked_fill(~batch.mask, NAN)
     options = {"old_logps": True, "ce_weights": True, "advantages": advantages}
-    expect_equal(batch, options, chunk_bytes=CHUNK)
+    expect_equal(batch, options, execution=Execution(chunk_bytes=CHUNK))
 
 
 @pytest.mark.parametrize("own_config", (False, True), ids=("entropy_threshold", "own_objective"))

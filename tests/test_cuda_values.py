@@ -8,10 +8,8 @@ precision's operands.
 import pytest
 import torch
 
-import grpo_kernels.reference
-from grpo_kernels import Execution, Reference
+from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.batches import config, make_batch, relative_error, run_fused
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.head_options import OPTIONS, expect_equal, objective_options
 from tests.tools import whole_calls
 
@@ -33,10 +31,13 @@ CASES = {
     "two_passes": objective_options("gspo"),
     "kl": objective_options("kl"),
     **{name: head_option(name) for name in ("entropy", "everything", "temperature_per_token")},
-    "one_row_chunks": {"chunk_bytes": 4 * V, **objective_options("old_logps")},
-    "small_chunks": {"chunk_bytes": 6 * V * 16, **objective_options("old_logps")},
-    "strips": {"chunk_bytes": 6 * V * 64, **objective_options("old_logps")},
-    "models_logits": {"logits_dtype": "model", **objective_options("old_logps")},
+    "one_row_chunks": {"execution": Execution(chunk_bytes=4 * V), **objective_options("old_logps")},
+    "small_chunks": {
+        "execution": Execution(chunk_bytes=6 * V * 16),
+        **objective_options("old_logps"),
+    },
+    "strips": {"execution": Execution(chunk_bytes=6 * V * 64), **objective_options("old_logps")},
+    "models_logits": {**objective_options("old_logps"), "head": {"logits_dtype": "model"}},
 }
 
 
@@ -48,7 +49,7 @@ def test_values(case, dtype):
     if case == "models_logits" and dtype != torch.float32:
         # Rounded as the model's own head does, on purpose: near, not equal.
         near = run_fused(batch, exact=False, **options)
-        expected = run_fused(batch, exact=True, **{**options, "logits_dtype": "fp32"})
+        expected = run_fused(batch, exact=True, **{**options, "head": {}})
         assert 1e-4 < (near.logps - expected.logps).abs().max() < 0.2
         return
     expect_equal(batch, options, tolerance=TOLERANCE[dtype])
@@ -69,10 +70,11 @@ def test_values_of_log_probs_are_the_same_bits(dtype):
     hidden = (3 * torch.randn(9, 16, generator=g)).to(dtype)
     targets = torch.randint(6000, (9,), generator=g).cuda()
     hidden, weight = hidden.cuda().requires_grad_(), weight.cuda()
-    scored = linear_logprobs(hidden, weight, targets, entropy=True, batch_invariant=True)
-    out = fused_grpo_loss(hidden, weight, targets, torch.ones(9).cuda(), batch_invariant=True)
+    how = {"execution": Execution(batch_invariant=True)}
+    scored = linear_logprobs(hidden, weight, targets, entropy=True, **how)
+    out = fused_grpo_loss(hidden, weight, targets, torch.ones(9).cuda(), **how)
     assert torch.equal(out.logps, scored.logps) and torch.equal(out.entropy, scored.entropy)
-    alone = linear_logprobs(hidden[4:5], weight, targets[4:5], batch_invariant=True)
+    alone = linear_logprobs(hidden[4:5], weight, targets[4:5], **how)
     assert torch.equal(alone.logps, scored.logps[4:5])
     true = reference.linear_logprobs(hidden.detach().double(), weight.double(), targets)
     assert (scored.logps - true.logps).abs().max() <= 1e-4
@@ -82,7 +84,7 @@ def test_values_of_log_probs_are_the_same_bits(dtype):
 def test_values_of_a_frozen_head(dtype):
     """Two passes over any loss, with logits in strips."""
     batch = make_batch(B=6, T=64, V=V).to("cuda", dtype)
-    results, strips = [], {"chunk_bytes": V * (2 * 384 + 4 * 128)}
+    results, strips = [], {"execution": Execution(chunk_bytes=V * (2 * 384 + 4 * 128))}
     for call, to, how in (
         (reference.linear_logprobs, torch.float64, {}), (linear_logprobs, dtype, strips),
     ):  # fmt: skip
@@ -92,52 +94,6 @@ def test_values_of_a_frozen_head(dtype):
         results.append(torch.autograd.grad(loss, hidden)[0])
     true, actual = results
     assert true.norm() > 0 and relative_error(actual, true) <= TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("what", "options"),
-    (
-        ("reverse", {}),
-        ("forward", {}),
-        ("jsd", {}),
-        ("loss", {"kl_estimator": "exact"}),
-        ("loss", {"kl_estimator": "exact", "loss_type": "gspo", "entropy_coef": 0.1}),
-        ("loss", {"kl_estimator": "k3"}),
-    ),
-    ids=str,
-)
-def test_values_of_two_heads(what, options, dtype):
-    """In chunks; of one model in this dtype, and of another in half precision."""
-    batch = make_batch(B=6, T=11, V=V).to("cuda", dtype)
-    weight = (1.1 * batch.weight.float()).bfloat16()
-    hidden, mask = batch.hidden.bfloat16(), batch.mask
-    results = []
-    for package, to in ((grpo_kernels.reference, torch.float64), (grpo_kernels, dtype)):
-        leaves = [x.detach().to(to).requires_grad_() for x in (batch.hidden, batch.weight)]
-        other = Reference(
-            *((hidden.to(to), weight.to(to)) if to == torch.float64 else (hidden, weight))
-        )
-        if what != "loss" and to == torch.float64:
-            value = package.divergence(*leaves, other, mask, kind=what, beta=0.3).sum() / mask.sum()
-        elif what != "loss":
-            execution = Execution(chunk_bytes=10 * V * 16)
-            value = package.fused_distillation_loss(
-                *leaves, other, mask, kind=what, beta=0.3, execution=execution
-            ).loss
-        else:
-            args = (
-                batch.targets,
-                batch.advantages.to(torch.promote_types(to, torch.float32)),
-                mask,
-            )
-            value = package.fused_grpo_loss(
-                *leaves, *args, reference=other, config=config(beta=2.0, **options)
-            ).loss
-        (64 * value).backward()
-        results.append([value.detach(), *(x.grad for x in leaves)])
-    for true, actual in zip(*results, strict=True):
-        assert true.norm() > 0 and relative_error(actual, true) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads import make
+from grpo_kernels import Execution, fused_grpo_loss
 from tests.helpers.batches import (
     OBJECTIVES,
     config,
@@ -15,7 +16,6 @@ from tests.helpers.batches import (
     relative_error,
     run_fused,
 )
-from tests.helpers.flat_calls import fused_grpo_loss
 from tests.helpers.head_options import (
     BACKENDS,
     TOLERANCE,
@@ -27,7 +27,7 @@ from tests.helpers.head_options import (
 def test_no_gradient_slice_is_rounded_before_summing():
     """Forty chunks of bf16 input: rounding each chunk's dW would show, one rounding does not."""
     batch = make_batch(B=8, T=40, V=300).to("cpu", torch.bfloat16)
-    options = {"chunk_bytes": 4 * 300 * 4, "scale": 1.0}
+    options = {"execution": Execution(chunk_bytes=4 * 300 * 4), "scale": 1.0}
     actual, expected = (run_fused(batch, exact=x, **options) for x in (False, True))
     rounding = relative_error(expected.gradients["weight"].bfloat16(), expected.gradients["weight"])
     error = relative_error(actual.gradients["weight"], expected.gradients["weight"])
@@ -81,7 +81,8 @@ def test_cuda_tile_past_2_31_elements(dtype):
     results = []
     for chunk_bytes in (1 << 30, 10 << 30):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = fused_grpo_loss(h, w, targets, advantages, chunk_bytes=chunk_bytes)
+        how = Execution(chunk_bytes=chunk_bytes)
+        out = fused_grpo_loss(h, w, targets, advantages, execution=how)
         out.loss.backward()
         results.append((out.logps, h.grad, w.grad))
     assert (results[0][0] - results[1][0]).abs().max() < 1e-4
@@ -122,12 +123,6 @@ def test_advantages_per_token():
     expect_equal(flat, {**options, "advantages": torch.randn(flat.mask.shape)})
 
 
-@pytest.mark.parametrize("num_items", (57, 57.5, torch.tensor(57), torch.tensor(0.25)))
-def test_num_items(num_items):
-    options = {"config": config(loss_type="dapo"), "num_items": num_items, "old_logps": True}
-    expect_equal(make_batch(), options)
-
-
 @pytest.mark.parametrize("mask_dtype", (torch.bool, torch.int64, torch.uint8, torch.float32))
 def test_mask_dtypes(mask_dtype):
     batch = make_batch()
@@ -154,7 +149,7 @@ def rows_multiplied(batch, options):
             elements["gradients"] += a.numel()
         return torch.mm(a, b)
 
-    run_fused(batch, exact=False, **options, matmul=matmul)
+    run_fused(batch, exact=False, **options, execution=Execution(matmul=matmul))
     return {name: count / V for name, count in elements.items()}
 
 
@@ -195,7 +190,11 @@ def test_nothing_to_learn(loss_type, zero, backend):
     if zero == "zero_advantages":
         batch.advantages = torch.zeros_like(batch.advantages)
     result = run_fused(
-        batch, exact=False, config=config(loss_type=loss_type), bias=True, backend=backend
+        batch,
+        exact=False,
+        config=config(loss_type=loss_type),
+        head={"bias": True},
+        execution=Execution(backend=backend),
     )
     assert result.loss.item() == 0
     for name, grad in result.gradients.items():
@@ -221,6 +220,7 @@ def test_workspace_does_not_grow_with_tokens():
         head = [x.requires_grad_() for x in (batch.hidden, batch.weight)]
         rest = (batch.targets, batch.advantages, batch.mask)
         with Largest() as seen:
-            fused_grpo_loss(*head, *rest, chunk_bytes=4 * V * rows).loss.backward()
+            how = Execution(chunk_bytes=4 * V * rows)
+            fused_grpo_loss(*head, *rest, execution=how).loss.backward()
         peaks.append(seen.elements)
     assert peaks[0] == peaks[1] <= rows * (V + 64)

@@ -9,11 +9,10 @@ from warnings import catch_warnings, simplefilter
 import pytest
 import torch
 
+from grpo_kernels import Execution, linear_logprobs, reference
 from grpo_kernels.base.memory import ran_out_of_memory
 from grpo_kernels.head.chunked_head import ChunkLogits
-from tests.helpers import flat_calls
 from tests.helpers.batches import assert_matches, config, make_batch, run_fused
-from tests.helpers.flat_calls import reference
 
 ROWS = 30  # what there is memory for
 SAID = "memory ran out in the LM head, which went on with (1[6-9]|2[0-9]|30) rows of logits"
@@ -46,7 +45,7 @@ class LittleMemory:
     (
         {"config": config()},
         {"config": config(entropy_coef=0.05)},
-        {"config": config(loss_type="gspo"), "bias": True},
+        {"config": config(loss_type="gspo"), "head": {"bias": True}},
         {"config": config(importance_sampling_level="sequence", beta=0.1), "ref_logps": True},
     ),
     ids=("one_pass", "entropy", "two_passes", "sequence_kl"),
@@ -55,7 +54,7 @@ def test_the_loss_is_that_of_the_reference(options, batch):
     little_memory, options = LittleMemory(), {"old_logps": True, **options}
     expected = run_fused(batch, exact=True, **options)
     with pytest.warns(UserWarning, match=SAID):
-        actual = run_fused(batch, exact=False, matmul=little_memory, **options)
+        actual = run_fused(batch, exact=False, execution=Execution(matmul=little_memory), **options)
     assert_matches(actual, expected, 2e-5, logps=2e-5)
     assert max(little_memory.requested) > ROWS
 
@@ -63,11 +62,14 @@ def test_the_loss_is_that_of_the_reference(options, batch):
 def test_log_probs_in_both_directions(batch):
     hidden, targets = torch.nan_to_num(batch.hidden), torch.where(batch.mask, batch.targets, 0)
     results = []
-    for module, dtype in ((reference, torch.float64), (flat_calls, torch.float32)):
+    for call, dtype, how in (
+        (reference.linear_logprobs, torch.float64, {}),
+        (linear_logprobs, torch.float32, {"execution": Execution(matmul=LittleMemory())}),
+    ):
         h, w = (x.to(dtype, copy=True).requires_grad_() for x in (hidden, batch.weight))
         with catch_warnings(record=True) as caught:
             simplefilter("always")
-            logps = module.linear_logprobs(h, w, targets, matmul=LittleMemory()).logps
+            logps = call(h, w, targets, **how).logps
             (logps * torch.linspace(-1, 1, logps.numel()).view_as(logps)).sum().backward()
         results.append([logps.detach(), h.grad, w.grad])
     assert [bool(re.match(SAID, str(x.message))) for x in caught] == [True, True]
@@ -77,10 +79,12 @@ def test_log_probs_in_both_directions(batch):
 
 def test_the_warning_says_where_to_begin(batch):
     with pytest.warns(UserWarning) as caught:
-        run_fused(batch, exact=False, config=config(), old_logps=True, matmul=LittleMemory())
+        execution = Execution(matmul=LittleMemory())
+        run_fused(batch, exact=False, config=config(), old_logps=True, execution=execution)
     begin = int(re.search(r"chunk_bytes=(\d+)\) begins so", str(caught[0].message))[1])
     again = LittleMemory()
-    run_fused(batch, exact=False, config=config(), old_logps=True, chunk_bytes=begin, matmul=again)
+    execution = Execution(chunk_bytes=begin, matmul=again)
+    run_fused(batch, exact=False, config=config(), old_logps=True, execution=execution)
     assert max(again.requested) <= ROWS
 
 
@@ -89,22 +93,23 @@ def test_a_budget_is_kept_to(options, batch):
     """And whole products are the least."""
     memory = LittleMemory()
     with pytest.raises(torch.OutOfMemoryError):
-        run_fused(batch, exact=False, config=config(), matmul=memory, **options)
+        run_fused(batch, exact=False, execution=Execution(matmul=memory, **options))
     assert len(memory.requested) == 1
 
 
 @pytest.mark.parametrize(
     ("options", "attempts"),
     (
-        ({"mask": False}, [144, 72, 36, 18, 16]),
-        ({"mask": False, "batch_invariant": True}, [256]),  # the rows of a product
+        ({}, [144, 72, 36, 18, 16]),
+        ({"batch_invariant": True}, [256]),  # the rows of a product
     ),
 )
 def test_memory_that_never_suffices_is_the_devices_error(options, attempts):
     memory, batch = LittleMemory(0), make_batch(B=4, T=48)
     batch.hidden, batch.targets = batch.hidden.nan_to_num(), batch.targets.clamp(min=0)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        run_fused(batch, exact=False, config=config(), matmul=memory, **options)
+        execution = Execution(matmul=memory, **options)
+        run_fused(batch, exact=False, mask=False, execution=execution)
     assert memory.requested == attempts
 
 
@@ -116,7 +121,7 @@ def test_other_errors_are_raised_at_once(batch):
         raise RuntimeError("something else")
 
     with pytest.raises(RuntimeError, match="something else"):
-        run_fused(batch, exact=False, config=config(), matmul=broken)
+        run_fused(batch, exact=False, execution=Execution(matmul=broken))
     assert len(calls) == 1
 
 

@@ -19,8 +19,7 @@ from grpo_kernels import (
     linear_logprobs,
     selective_log_softmax,
 )
-from tests.helpers import flat_calls
-from tests.helpers.flat_calls import EXECUTION_FIELDS, HEAD_FIELDS, fused_grpo_loss
+from tests.helpers.batches import EXECUTION_FIELDS, HEAD_FIELDS, called
 from tests.helpers.quantised import Quantised
 
 B, T, H, V = 2, 3, 4, 7
@@ -240,10 +239,9 @@ CASES = [
 
 @pytest.mark.parametrize(("call", "changes", "error", "message"), CASES)
 def test_refuses(call, changes, error, message):
-    module = grpo_kernels if call == "grpo_loss" else flat_calls
     arguments = arguments_of(call, **changes)
     with pytest.raises(error, match=f"^{message}"):
-        getattr(module, call)(**arguments)
+        called(grpo_kernels, call, arguments)
 
 
 def test_every_case_is_tried():
@@ -277,26 +275,30 @@ class Plain(torch.Tensor):
 )
 def test_subclasses_that_compute_as_tensors_do(kind):
     kwargs = arguments_of("linear_logprobs")
-    expected = flat_calls.linear_logprobs(**kwargs).logps
+    expected = called(grpo_kernels, "linear_logprobs", kwargs).logps
     kwargs["weight"] = kind(kwargs["weight"])
-    assert torch.equal(torch.Tensor(flat_calls.linear_logprobs(**kwargs).logps.detach()), expected)
+    logps = called(grpo_kernels, "linear_logprobs", kwargs).logps
+    assert torch.equal(torch.Tensor(logps.detach()), expected)
 
 
 def test_masked_targets_may_be_anything():
     arguments = arguments_of("fused_grpo_loss", **NOT_IDS, mask=torch.zeros(B, T), bias=BANS_0)
-    assert flat_calls.fused_grpo_loss(**arguments).loss == 0
+    assert called(grpo_kernels, "fused_grpo_loss", arguments).loss == 0
 
 
 def test_a_target_that_a_reference_bans():
     """The target's log-prob enters the KL; the exact KL reads every id, and is infinite."""
-    arguments = arguments_of("fused_grpo_loss", targets=torch.zeros(B, T).long())
     teacher = Reference(torch.randn(B, T, 2), LMHead(torch.randn(V, 2), BANS_0))
+    arguments = arguments_of("fused_grpo_loss", reference=teacher)
+
+    def loss(**options):
+        return called(grpo_kernels, "fused_grpo_loss", arguments | loss_call(**options))
+
     message = r"reference\.head\.bias: expected no unmasked target to be banned"
     with pytest.raises(ValueError, match=message):
-        fused_grpo_loss(**arguments, reference=teacher, config=GRPOLossConfig(beta=0.1))
-    assert fused_grpo_loss(**arguments, reference=teacher).loss.isfinite()
-    exact = GRPOLossConfig(beta=0.1, kl_estimator="exact")
-    assert fused_grpo_loss(**arguments, reference=teacher, config=exact).metrics["kl"] == INF
+        loss(beta=0.1)
+    assert loss().loss.isfinite()
+    assert loss(beta=0.1, kl_estimator="exact").metrics["kl"] == INF
 
 
 @pytest.mark.parametrize("entries", (False, True))
@@ -329,12 +331,11 @@ OUT_OF_RANGE = (0, -1, INF, NAN, np.float32(INF), np.int64(-3), *map(torch.tenso
 @pytest.mark.parametrize("call", [name for name, known in CALLS.items() if "num_items" in known])
 def test_num_items(call, capturable):
     """The same numbers, and no others, whoever is given them."""
-    module = grpo_kernels if call == "grpo_loss" else flat_calls
     options = {"capturable": True} if capturable and call != "grpo_loss" else {}
     arguments = arguments_of(call, **options)
 
     def loss(**changes):
-        return getattr(module, call)(**arguments | changes).loss
+        return called(grpo_kernels, call, arguments | changes).loss
 
     expected = 6 / 7 * loss()
     for number in NUMBERS:
@@ -443,7 +444,7 @@ def test_log_probs_are_floats(name, dtype):
 def test_out_of_range_ids_raise_on_cuda_too():
     arguments = arguments_of("fused_grpo_loss", targets=torch.full((B, T), V))
     with pytest.raises(ValueError, match="targets: expected ids in"):
-        fused_grpo_loss(**{name: x.cuda() for name, x in arguments.items()})
+        called(grpo_kernels, "fused_grpo_loss", {name: x.cuda() for name, x in arguments.items()})
 
 
 def test_a_number_on_the_cpu_serves_tensors_elsewhere(monkeypatch):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from grpo_kernels import linear_logprobs, reference
 from tests.helpers.batches import make_batch, relative_error
-from tests.helpers.flat_calls import linear_logprobs, reference
 from tests.helpers.half_gemms import imitate
 
 

@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from grpo_kernels import GRPOLossConfig, Support
-from tests.helpers import flat_calls
+import grpo_kernels
+from grpo_kernels import (
+    Execution,
+    GRPOLossConfig,
+    LMHead,
+    Support,
+    fused_grpo_loss,
+    linear_logprobs,
+    reference,
+)
 from tests.helpers.batches import (
     config,
     exact_batch,
@@ -12,7 +20,6 @@ from tests.helpers.batches import (
     relative_error,
     run_fused,
 )
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import BACKENDS, CHUNK, OPTIONS, expect_equal, objective_options
 from tests.helpers.supports import csr
@@ -25,9 +32,11 @@ ROUNDED = {"logits_dtype": "model"}
 def test_gemms_in_half_precision_round_their_own_result(option, dtype, monkeypatch):
     imitate(monkeypatch, dtype)
     config_options, options = OPTIONS[option]
-    options = {**options, **ROUNDED, "config": config(**config_options), "scale": 4.0}
+    head = {**options.get("head", {}), **ROUNDED}
+    options = {**options, "head": head, "config": config(**config_options), "scale": 4.0}
     batch = exact_batch(dtype, B=8, T=16)
-    expect_equal(batch, {**options, "chunk_bytes": 24 * 1003 * 5}, tolerance=5e-3)
+    how = Execution(chunk_bytes=24 * 1003 * 5)
+    expect_equal(batch, options, tolerance=5e-3, execution=how)
 
 
 def test_log_probs_are_those_of_an_eager_head_in_bf16():
@@ -37,7 +46,7 @@ def test_log_probs_are_those_of_an_eager_head_in_bf16():
     logits = torch.nn.functional.linear(hidden, batch.weight)
     assert logits.dtype == torch.bfloat16
     eager = logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    ours = linear_logprobs(hidden, batch.weight, targets, **ROUNDED).logps
+    ours = linear_logprobs(hidden, LMHead(batch.weight, **ROUNDED), targets).logps
     unrounded = linear_logprobs(hidden, batch.weight, targets).logps
     # A sum that lies between two bf16 numbers may go the other way.
     gaps = (ours - eager).abs()
@@ -46,18 +55,18 @@ def test_log_probs_are_those_of_an_eager_head_in_bf16():
 
 def test_nothing_is_rounded_in_float32():
     batch = make_batch()
-    args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
-    assert torch.equal(fused_grpo_loss(*args).logps, fused_grpo_loss(*args, **ROUNDED).logps)
+    hidden, *args = batch.hidden, batch.targets, batch.advantages, batch.mask
+    heads = batch.weight, LMHead(batch.weight, **ROUNDED)
+    assert torch.equal(*(fused_grpo_loss(hidden, head, *args).logps for head in heads))
 
 
 def test_autocast_says_what_the_model_s_dtype_is():
     batch = exact_batch()
-    args = (batch.hidden.float(), batch.weight.float(), batch.targets)
+    hidden, head = batch.hidden.float(), LMHead(batch.weight.float(), **ROUNDED)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = linear_logprobs(*args, mask=batch.mask, **ROUNDED).logps
-    half = linear_logprobs(
-        batch.hidden, batch.weight, batch.targets, mask=batch.mask, **ROUNDED
-    ).logps
+        ours = linear_logprobs(hidden, head, batch.targets, batch.mask).logps
+    head = LMHead(batch.weight, **ROUNDED)
+    half = linear_logprobs(batch.hidden, head, batch.targets, batch.mask).logps
     assert torch.equal(ours, half)
 
 
@@ -73,9 +82,10 @@ def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
     batch.targets = torch.where(batch.targets < BANNED, batch.targets + BANNED, batch.targets)
     batch.targets = batch.targets.masked_fill(~batch.mask, -100)
     batch.bias[:BANNED] = -torch.inf
-    options = {**objective_options(objective), "backend": backend, "chunk_bytes": CHUNK}
+    how = Execution(backend=backend, chunk_bytes=CHUNK)
+    options = {**objective_options(objective), "execution": how}
     if softcap is not None:
-        options |= {"softcap": softcap, "temperature": True, "logit_scale": 0.8}
+        options["head"] |= {"softcap": softcap, "temperature": True, "logit_scale": 0.8}
     banned = expect_equal(batch, options)
     fewer = make_batch()
     for name in ("weight", "bias"):
@@ -96,19 +106,18 @@ def test_a_softcap_keeps_the_digits_of_its_slope_where_it_is_flat(call, lift, ba
     batch = exact_batch(V=211)
     hidden, targets, mask = batch.hidden.nan_to_num(), batch.targets, batch.mask
     results = []
-    for module, dtype in ((reference, torch.float64), (flat_calls, torch.float32)):
+    for module, dtype in ((reference, torch.float64), (grpo_kernels, torch.float32)):
         leaves = [
             x.to(dtype, copy=True).requires_grad_()
             for x in (hidden, batch.weight, batch.bias + lift)
         ]
-        options = {"bias": leaves[2], "softcap": 30.0, "temperature": 0.8}
-        if module is flat_calls:
-            options["backend"] = backend
+        head = LMHead(*leaves[1:], softcap=30.0, temperature=0.8)
+        how = {} if module is reference else {"execution": Execution(backend=backend)}
         if call in ("loss", "entropy"):
             cfg = GRPOLossConfig(entropy_coef=0.1 * (call == "entropy"))
             advantages = batch.advantages.to(dtype)
             module.fused_grpo_loss(
-                *leaves[:2], targets, advantages, mask, config=cfg, **options
+                leaves[0], head, targets, advantages, mask, config=cfg, **how
             ).loss.backward()
         else:
             ids = targets.clamp(min=0)
@@ -116,9 +125,9 @@ def test_a_softcap_keeps_the_digits_of_its_slope_where_it_is_flat(call, lift, ba
             if call == "entries":
                 ids, several = None, several[..., :2]
                 offsets = torch.arange(mask.numel() + 1) * 2
-                options |= {"support": Support(several.flatten(), offsets), "entries": True}
+                how |= {"support": Support(several.flatten(), offsets), "entries": True}
             target_ids = several if call == "several" else ids
-            logps = module.linear_logprobs(*leaves[:2], target_ids, **options).logps
+            logps = module.linear_logprobs(leaves[0], head, target_ids, **how).logps
             (logps * (torch.arange(logps.numel()) % 5).view(logps.shape)).sum().backward()
         results.append([x.grad for x in leaves])
     for truth, actual in zip(*results, strict=True):
@@ -132,13 +141,12 @@ def test_a_banned_entry_of_a_kept_set(softcap):
     batch.bias[:2] = -torch.inf
     support = csr([[5, 0, 9], [6, 1], [7, 300], [8]])
     results = []
-    for call, dtype in ((reference, torch.float64), (flat_calls, torch.float32)):
+    for module, dtype in ((reference, torch.float64), (grpo_kernels, torch.float32)):
         tensors = (batch.hidden.nan_to_num(), batch.weight, batch.bias)
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in tensors]
-        out = call.linear_logprobs(
-            *leaves[:2], targets, mask, bias=leaves[2], softcap=softcap, support=support,
-            **({"entropy": True} if call is flat_calls else {}),
-        )  # fmt: skip
+        entropy = {} if module is reference else {"entropy": True}
+        head = LMHead(*leaves[1:], softcap=softcap)
+        out = module.linear_logprobs(leaves[0], head, targets, mask, support=support, **entropy)
         (out.logps.sum() + out.entropy.sum()).backward()
         results.append([out.logps, out.entropy, *(x.grad for x in leaves)])
     for truth, actual in zip(*results, strict=True):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from grpo_kernels import GRPOLossConfig, grpo_loss
+from grpo_kernels import Execution, GRPOLossConfig, grpo_loss
 from grpo_kernels.loss.losses import LOSS_TYPES, Clip, Gmpo, Loss, Sapo, option
 from grpo_kernels.loss.metrics import TAKEN, TAKEN_PREFIXES
 from grpo_kernels.training import parse_config
@@ -103,7 +103,8 @@ def test_a_new_loss_in_one_pass(beta, loss):
 
     cfg = GRPOLossConfig(loss_type=loss, aggregation="grpo", beta=beta)
     options = {"config": cfg, "old_logps": True, "ref_logps": True}
-    actual = expect_equal(batch, options, matmul=matmul, chunk_bytes=4 * V * 5)
+    execution = Execution(matmul=matmul, chunk_bytes=4 * V * 5)
+    actual = expect_equal(batch, options, execution=execution)
     assert sum(made) == int(batch.mask.sum()) * V
     zero = (batch.advantages == 0)[:, None] & batch.mask
     assert zero.any() and (actual.gradients["hidden"][zero] != 0).any(1).all()
@@ -164,8 +165,9 @@ def test_a_subclass_has_its_own_formula(loss, level, beta, backend):
     """On both backends, whatever chunks there are; its gradient is autograd's, its KL's too."""
     batch = make_batch(B=6, T=11)
     cfg = GRPOLossConfig(loss_type=loss(ratio_level=level), beta=beta, use_bias_correction_kl=True)
-    options = {"config": cfg, "old_logps": True, "ref_logps": True, "backend": backend}
-    actual = expect_equal(batch, options, chunk_bytes=4 * len(batch.weight) * 5)
+    execution = Execution(backend=backend, chunk_bytes=4 * len(batch.weight) * 5)
+    options = {"config": cfg, "old_logps": True, "ref_logps": True, "execution": execution}
+    actual = expect_equal(batch, options)
     parent_config = replace(cfg, loss_type=Clip(ratio_level=level))
     expected = run_fused(batch, exact=True, **{**options, "config": parent_config})
     assert relative_error(actual.gradients["hidden"], expected.gradients["hidden"]) > 1e-3
@@ -384,12 +386,6 @@ def test_own_metrics_come_through_a_trainer(tiny_model, tmp_path):
     other_names = [name for name in row if name not in values]
     assert {"grad_norm", "tokens", "groups_equal", "kl_max"} <= {*other_names}
     assert [x for x in other_names if x not in TAKEN and not x.startswith(TAKEN_PREFIXES)] == []
-
-
-def test_sequences_need_cu_seqlens():
-    cfg = GRPOLossConfig(loss_type=sequence_clipped)
-    with pytest.raises(ValueError, match="cu_seqlens: expected offsets"):
-        grpo_loss(torch.zeros(5, requires_grad=True), torch.ones(5), config=cfg)
 
 
 # By name, in a run's options

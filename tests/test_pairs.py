@@ -60,10 +60,10 @@ def reference_of(batch):
     hidden = torch.cat([taken, torch.randn(*taken.shape[:-1], 8, generator=g)], -1)
     wide = torch.cat([batch.weight.float(), torch.randn(V, 8, generator=g) / 16], 1)
     bias, lora_b = torch.randn(V, generator=g) / 4, torch.randn(V, R, generator=g) / 4
-    head = LMHead(
-        wide, bias, (hidden[..., :R] / 4, lora_b), logit_scale=0.9, softcap=20.0, temperature=0.8
-    )
-    return Reference(hidden.masked_fill(~rows, torch.nan), head)
+    low_rank, dtype = (hidden[..., :R] / 4, lora_b), batch.hidden.dtype
+    numbers = {"logit_scale": 0.9, "softcap": 20.0, "temperature": 0.8}
+    head = LMHead(wide.to(dtype), bias, low_rank, **numbers)
+    return Reference(hidden.masked_fill(~rows, torch.nan).to(dtype), head)
 
 
 # Values of each field, by the field's name and what it is here: functions of the batch.
@@ -181,6 +181,8 @@ def options_of(batch, names, objective=None):
 
 
 def widened(x):
+    if isinstance(x, Reference):
+        return moved(x, torch.float64)
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
@@ -194,7 +196,7 @@ def exactly(head, call, dtype):
 
 
 def moved(x, device):
-    """Tensors, wherever they are, on the device."""
+    """Tensors, wherever they are, on the device, or in a dtype."""
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if isinstance(x, LMHead):
@@ -233,6 +235,8 @@ def run(batch, names, *, truth, call, objective=None, rows=None, device="cpu"):
     """Result and gradients of a call with these options; one of ranks has `rows` of the head."""
     *how, base = call.split()
     head, execution, call_options = options_of(batch, names, objective)
+    if base == "grpo_loss":
+        return run_on_logps(batch, call_options, execution, truth=truth, device=device)
     if base in KINDS:
         call_options.setdefault("reference", reference_of(batch))
     if base == "entries":
@@ -258,10 +262,38 @@ def run(batch, names, *, truth, call, objective=None, rows=None, device="cpu"):
 
     of = {"loss": loss_call, **dict.fromkeys(KINDS, divergence_call)}.get(base, logps_call)
     result = of(function, head_args, batch, call_options, base=base, entropy="frozen" not in how)
+    return with_gradients(result, leaves)
+
+
+def with_gradients(result, leaves):
     (4.0 * result.loss).backward()  # as AMP scales it
     gradients = {k: None if x.grad is None else x.grad.cpu() / 4 for k, x in leaves.items()}
     metrics = moved(result.metrics, "cpu")
     return Result(result.loss.detach().cpu(), metrics, result.logps.detach().cpu(), gradients)
+
+
+def run_on_logps(batch, options, execution, *, truth, device):
+    """`grpo_loss` of log-probs near the old ones; masked tokens have an entropy of NaN."""
+    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1)) / 5
+    logps, rows = batch.old_logps + noise, scored(batch).mask
+    if batch.ce_weights is not None:
+        logps = torch.where(rows & ~batch.mask, -noise.abs(), logps)
+    # The entropy has no gradient where the objective does not use it.
+    leaves = {"logps": logps, "entropy": (1 + noise).masked_fill(~batch.mask, torch.nan)}
+    rounded = {name: x.to(batch.hidden.dtype) for name, x in leaves.items()}
+    leaves = {
+        k: (x.double() if truth else x.to(device)).requires_grad_() for k, x in rounded.items()
+    }
+    if truth:
+        _, options = exactly({}, options, None)
+    else:
+        options, batch = moved(options, device), batch.to(device, batch.hidden.dtype)
+        options["backend"] = execution.get("backend", "auto")
+    call = exact.grpo_loss if truth else grpo_kernels.grpo_loss
+    out = call(leaves["logps"], batch.advantages, batch.mask, entropy=leaves["entropy"], **options)
+    result = with_gradients(Result(out.loss, out.metrics, torch.zeros(0)), leaves)
+    assert (result.gradients["logps"][~rows] == 0).all()
+    return result
 
 
 def loss_call(function, args, batch, options, **_):
@@ -341,8 +373,10 @@ def check(names, call, dtype=torch.float32, objective=None, device="cpu", floor=
 def compare(actual, expected, dtype, call, device="cpu", floor=0.0):
     """`floor`: the least that an error is divided by, where a gradient may be 0."""
     for name, x in expected.gradients.items():
-        assert x is None or floor or x.norm() > 0, name
+        assert x is None or floor or name == "entropy" or x.norm() > 0, name
     tolerance = TOLERANCE[dtype]
+    if call == "grpo_loss" and dtype == torch.float32:
+        tolerance = 1e-5
     if call == "frozen logps":  # kept in its dtype, and rounded again where it is multiplied
         tolerance *= 1.6
     if device != "cpu" and dtype == torch.bfloat16:
@@ -354,9 +388,12 @@ PAIRS = [x for x in itertools.combinations(NAMED, 2) if NAMED[x[0]][:2] != NAMED
 LOSS_OPTIONS = set(itertools.chain.from_iterable(CALL_OPTIONS.values())) - {"support"}
 HEAD_PAIRS = [pair for pair in PAIRS if not LOSS_OPTIONS & set(pair)]
 TWO_HEAD_PAIRS = [pair for pair in HEAD_PAIRS if "support" not in pair]
+LOGPS_OPTIONS = {"triton", *LOSS_OPTIONS} - {"reference", "exact_kl"}
+LOGPS_PAIRS = [pair for pair in PAIRS if set(pair) <= LOGPS_OPTIONS]
 # The calls, the pairs that they take, and of how many one is in the fast tier.
 CALLS = {
     "loss": (PAIRS, 1),
+    "grpo_loss": (LOGPS_PAIRS, 1),
     "logps": (HEAD_PAIRS, 3),
     "targets": (HEAD_PAIRS, 3),
     "entries": (TWO_HEAD_PAIRS, 3),
@@ -409,6 +446,8 @@ BESIDE = {
     "chunk_bytes": 1, "packed": 2, "triton": 3, "support": 3, "ce_weights": 3, "reference": 4,
     "exact_kl": 4, "capturable": 6,
 }  # fmt: skip
+# More tokens than a block of the kernel has.
+MANY = {"B": 11, "T": 31}
 
 
 @pytest.mark.parametrize(
@@ -416,6 +455,12 @@ BESIDE = {
 )
 def test_objective(objective, option):
     check(("bias", option), "loss", objective=objective, B=6, T=11)
+
+
+@pytest.mark.parametrize("options", ((), ("triton",), ("packed",), ("ce_weights", "triton")))
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objective_of_log_probs(objective, options):
+    check(options, "grpo_loss", objective=objective, **MANY)
 
 
 # Alone, and all that go together. Triton's interpreter does not have bfloat16.
@@ -426,7 +471,8 @@ def with_each(dtypes):
     """Every option, and all of the head, in each call."""
     for call in CALLS:
         names = sorted({name for pair in CALLS[call][0] for name in pair})
-        for options in (*((name,) for name in names), EVERYTHING):
+        everything = () if call == "grpo_loss" else EVERYTHING
+        for options in (*((name,) for name in names), everything):
             yield from ((options, dtype, call) for dtype in dtypes)
 
 
@@ -442,7 +488,9 @@ def test_half_precision(names, dtype, call):
 
 
 @pytest.mark.parametrize(
-    ("call", "names"), in_turn([*CALLS], (EVERYTHING, (*EVERYTHING, "triton"))), ids=name_of
+    ("call", "names"),
+    in_turn([x for x in CALLS if x != "grpo_loss"], (EVERYTHING, (*EVERYTHING, "triton"))),
+    ids=name_of,
 )
 def test_everything(call, names):
     check(names, call)
@@ -453,22 +501,29 @@ def test_everything(call, names):
 
 @pytest.mark.parametrize("factor", (0.0, -1.0, 0.98, 1.02))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=name_of)
-def test_what_is_wrong_is_seen(dtype, factor):
+@pytest.mark.parametrize(
+    ("call", "names", "count"),
+    (
+        ("loss", ("bias", "low_rank", "old_logps", "reference"), 10),
+        ("grpo_loss", ("old_logps", "entropy_bonus"), 4),
+    ),
+)
+def test_what_is_wrong_is_seen(call, names, count, dtype, factor):
     """Zeros, another sign and two percent: in each gradient, metric and value."""
-    names = ("bias", "low_rank", "old_logps", "reference")
     batch = batch_of(names, dtype)
-    right = run(batch, names, truth=False, call="loss")
-    compare(right, right, dtype, "loss")
-    wrong = [replace(right, loss=factor * right.loss), replace(right, logps=factor * right.logps)]
+    right = run(batch, names, truth=False, call=call)
+    compare(right, right, dtype, call)
+    wrong = [replace(right, loss=factor * right.loss)]
+    wrong += [replace(right, logps=factor * right.logps)] * (right.logps.numel() > 0)
     for name, x in right.gradients.items():
         wrong.append(replace(right, gradients={**right.gradients, name: factor * x}))
     for name, x in right.metrics.items():
         if x.abs() > 0.1:
             wrong.append(replace(right, metrics={**right.metrics, name: factor * x}))
-    assert len(wrong) > 10
+    assert len(wrong) > count
     for result in wrong:
         with pytest.raises(AssertionError):
-            compare(result, right, dtype, "loss")
+            compare(result, right, dtype, call)
 
 
 def test_memory_that_nobody_wrote_is_nan():
@@ -492,5 +547,7 @@ def test_on_a_gpu(names, dtype, call):
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_objectives_on_a_gpu(objective, backend, dtype):
-    names = ("bias", "chunk_bytes", "triton")[: 2 + (backend == "triton")]
-    check(names, "loss", dtype, objective=objective, device="cuda", B=6, T=11)
+    names = ("triton",) if backend == "triton" else ()
+    options = {"objective": objective, "device": "cuda"}
+    check(("bias", "chunk_bytes", *names), "loss", dtype, B=6, T=11, **options)
+    check(names, "grpo_loss", dtype, B=64, T=31, **options)

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from benchmarks.workloads import make
-from grpo_kernels import Execution, linear_logprobs
+from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.head.call import head_call
 from grpo_kernels.head.products import Products, columns_at_once, slices_of
 from tests.helpers.batches import config, make_batch, relative_error
-from tests.helpers.flat_calls import fused_grpo_loss, reference
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import OPTIONS, TOLERANCE, expect_equal
 
@@ -70,7 +69,8 @@ def test_half_precision_products(option, dtype, monkeypatch):
     """Two buffers as on a GPU: logits in strips of 5 rows, gradients of up to 50."""
     imitate(monkeypatch, dtype)
     config_options, options = OPTIONS[option]
-    options = {**options, "config": config(**config_options), "chunk_bytes": 24 * 1003 * 5}
+    how = Execution(chunk_bytes=24 * 1003 * 5)
+    options = {**options, "config": config(**config_options), "execution": how}
     batch = make_batch(B=8, T=16).to("cpu", dtype)
     # So few tokens that the roundings of E, of r h and of the result do not average out.
     tolerance = 5e-3 if dtype == torch.bfloat16 else TOLERANCE[dtype]

@@ -7,7 +7,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_kernels import grpo_loss
+from grpo_kernels import Execution, grpo_loss
 from grpo_kernels.loss.config import AGGREGATIONS, IS_CORRECTIONS, KL_ESTIMATORS, LOSS_TYPES
 from tests import test_pairs as pairs
 from tests.helpers.batches import Batch, assert_matches, config, make_batch, packed, run_fused
@@ -64,13 +64,13 @@ def problems(draw) -> tuple[Batch, dict]:
     batch.mask = batch.mask & (torch.rand(batch.mask.shape, generator=seed) < share)
     if draw(st.booleans()):
         batch.advantages = batch.advantages[:, None] * torch.rand(batch.mask.shape, generator=seed)
-    names = ("old_logps", "ref_logps", "bias", "temperature")
-    options = {name: draw(st.booleans()) for name in names}
+    options = {name: draw(st.booleans()) for name in ("old_logps", "ref_logps")}
+    options["head"] = head = {name: draw(st.booleans()) for name in ("bias", "temperature")}
     options["config"] = config(**draw(objectives(options["ref_logps"], batch.hidden.shape[-1] > 3)))
     options["sampling_logps"] = options["config"].is_correction != "none" or draw(st.booleans())
     # Well above the logits: where tanh saturates, 1 - tanh^2 has lost its digits, as in eager.
-    options["softcap"] = draw(st.sampled_from((None, 45.0)))
-    options["logit_scale"] = draw(st.sampled_from((1.0, 0.5)))
+    head["softcap"] = draw(st.sampled_from((None, 45.0)))
+    head["logit_scale"] = draw(st.sampled_from((1.0, 0.5)))
     options["num_items"] = draw(st.sampled_from((None, 0.5, 13)))
     options["frozen"] = draw(st.sampled_from(((), ("weight",), ("hidden", "bias"))))
     if draw(st.booleans()) and batch.advantages.ndim == 1:
@@ -90,8 +90,8 @@ def test_fused_equals_reference(problem, backend, rows):
     batch, options = problem
     expected = run_fused(batch, exact=True, **options)
     actual = run_fused(
-        batch, exact=False, backend=backend, chunk_bytes=4 * batch.weight.shape[0] * rows,
-        **options,
+        batch, exact=False, **options,
+        execution=Execution(backend=backend, chunk_bytes=4 * len(batch.weight) * rows),
     )  # fmt: skip
     if options["config"].loss_type in ("sapo", "vespo"):
         # Far from ratio 1 their slopes fade to 1e-14 or 1e-50: nothing in float32 alone.

@@ -54,15 +54,6 @@ def test_the_plan_alone_knows_the_capabilities():
                 assert node.col_offset > 0, path
 
 
-@pytest.mark.parametrize(
-    ("call", "most"),
-    (("fused_grpo_loss", 15), ("fused_distillation_loss", 8), ("linear_logprobs", 8),
-     ("grpo_loss", 12), ("selective_log_softmax", 4)),
-)  # fmt: skip
-def test_the_calls_have_few_parameters(call, most):
-    assert len(inspect.signature(getattr(grpo_kernels, call)).parameters) <= most
-
-
 @pytest.mark.parametrize("call", ("fused_grpo_loss", "linear_logprobs", "grpo_loss"))
 def test_the_reference_takes_what_the_call_takes(call):
     """But for how it is computed, and for the dtype that a rounding has."""

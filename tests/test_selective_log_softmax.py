@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from grpo_kernels import selective_log_softmax
+from grpo_kernels import reference, selective_log_softmax
 from tests.helpers.batches import relative_error
-from tests.helpers.flat_calls import reference
 from tests.helpers.tiers import INTERPRETED
 
 

@@ -7,10 +7,16 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import grpo_kernels
-from grpo_kernels import batch_support
+from grpo_kernels import (
+    Execution,
+    LMHead,
+    batch_support,
+    fused_grpo_loss,
+    linear_logprobs,
+    reference,
+)
 from grpo_kernels.head.support import _warn_of_wide_sets
 from tests.helpers.batches import assert_matches, config, make_batch, run_fused
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import BACKENDS, objective_options
 from tests.helpers.supports import csr, everything, make_support, with_logps_of, with_logps_of_call
@@ -61,7 +67,7 @@ def test_single_entries_read_nothing(backend):
     old_logps = torch.full(mask.shape, 0.1)
     out = fused_grpo_loss(
         hidden, weight, targets, batch.advantages, old_logps=old_logps, support=support,
-        backend=backend,
+        execution=Execution(backend=backend),
     )  # fmt: skip
     out.loss.backward()
     plain = grpo_kernels.grpo_loss(torch.zeros(mask.shape), batch.advantages, old_logps=old_logps)
@@ -101,9 +107,9 @@ def test_states_without_gradient_stay_out(backend, loss_type, softcap):
         states[1], states[3] = states[1] + poison, states[3] + poison
         states, weight = states.requires_grad_(), batch.weight.clone().requires_grad_()
         out = fused_grpo_loss(
-            states, weight, batch.targets, advantages, mask, support=support, backend=backend,
-            softcap=softcap, old_logps=torch.full(mask.shape, -0.5),
-            config=config(loss_type=loss_type),
+            states, LMHead(weight, softcap=softcap), batch.targets, advantages, mask,
+            support=support, old_logps=torch.full(mask.shape, -0.5),
+            config=config(loss_type=loss_type), execution=Execution(backend=backend),
         )  # fmt: skip
         out.loss.backward()
         gradients.append((states.grad, weight.grad))

@@ -8,15 +8,14 @@ masked holds NaN, inf or an id that does not exist.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels import GRPOLossConfig
-from tests.helpers import flat_calls
-from tests.helpers.flat_calls import EXECUTION_FIELDS, reference
+import grpo_kernels
+from grpo_kernels import Execution, GRPOLossConfig, LMHead, reference
 
 NAN, INF = float("nan"), float("inf")
 
@@ -224,51 +223,76 @@ class Result:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
+HEAD_FIELDS = tuple(x.name for x in fields(LMHead) if x.name != "weight")
+EXECUTION_FIELDS = tuple(x.name for x in fields(Execution))
+
+
+def called(package: Any, call: str, arguments: dict[str, Any]) -> Any:
+    """Calls with arguments by name, `weight` and fields of the head and the execution among them.
+
+    For tables of options, and for changes of any argument; the reference takes no execution.
+    """
+    rest = dict(arguments)
+    head = {name: rest.pop(name) for name in HEAD_FIELDS if name in rest}
+    execution = {name: rest.pop(name) for name in EXECUTION_FIELDS if name in rest}
+    if package is reference and isinstance(dtype := head.pop("logits_dtype", None), torch.dtype):
+        rest["rounded_to"] = dtype
+    if "weight" in rest:
+        # A plain weight where nothing else is asked for, as most callers have it.
+        weight = rest.pop("weight")
+        rest["head"] = LMHead(weight, **head) if head else weight
+    if execution and package is not reference:
+        rest["execution"] = Execution(**execution)
+    return getattr(package, call)(**rest)
+
+
 HEAD = ("hidden", "weight", "bias")
 
 
-def run_fused(batch: Batch, *, exact: bool, scale: float = 3.0, **options: Any) -> Result:
+def run_fused(
+    batch: Batch, *, exact: bool, scale: float = 3.0, head: Any = (), frozen: Any = (),
+    mask: bool = True, advantages: Tensor | None = None, execution: Execution | None = None,
+    **arguments: Any,
+) -> Result:  # fmt: skip
     """`fused_grpo_loss`, or with `exact` its reference in float64, and the gradients.
 
-    `options` may name the batch's optional tensors with a bool: whether to pass them.
+    `head`: fields of the `LMHead`. Of the names that are True the batch has the tensors.
     """
-    kwargs, head = _arguments(batch, exact, options)
-    call = reference.fused_grpo_loss if exact else flat_calls.fused_grpo_loss
-    mask = batch.mask if options.pop("mask", True) else None
-    advantages = options.pop("advantages", batch.advantages)
-    out = call(head["hidden"], head["weight"], batch.targets, advantages, mask, **kwargs)
-    (scale * out.loss).backward()
-    gradients = {k: None if x.grad is None else x.grad.double() / scale for k, x in head.items()}
-    return Result(out.loss.detach(), out.metrics, out.logps, gradients)
-
-
-def _arguments(batch: Batch, exact: bool, options: dict[str, Any]) -> tuple[dict, dict]:
-    kwargs = {
-        k: v
-        for k, v in options.items()
-        if k not in ("mask", "advantages", "frozen") and not (exact and k in EXECUTION_FIELDS)
-    }
-    if exact and kwargs.get("logits_dtype") == "model":
-        kwargs["logits_dtype"] = batch.hidden.dtype
-    frozen = options.get("frozen", ())
-    head = {}
-    for name in HEAD:
+    leaves = {}
+    for name in HEAD:  # as clone(), but with the strides it came with
         x = getattr(batch, name).detach()
-        if exact:
-            x = x.double()
-        else:  # as clone(), but with the strides it came with
-            x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-        head[name] = x.requires_grad_(name not in frozen)
-    names = (
-        "old_logps", "ref_logps", "sampling_logps", "ce_weights", "temperature", "bias",
-        "cu_seqlens",
+        x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+        x = x.double() if exact else x
+        leaves[name] = x.requires_grad_(name not in frozen)
+
+    def tensors_of(named: dict[str, Any]) -> dict[str, Any]:
+        tensors = {}
+        for name, x in named.items():
+            if x is not False:
+                x = getattr(batch, name) if x is True else x
+                widened = exact and isinstance(x, Tensor) and x.dtype == torch.float32
+                tensors[name] = x.double() if widened else x
+        return tensors
+
+    fields_of_head, arguments = tensors_of(dict(head)), tensors_of(arguments)
+    if "bias" in fields_of_head:
+        fields_of_head["bias"] = leaves["bias"]
+    rounded = fields_of_head.get("logits_dtype") == "model"
+    if exact:
+        fields_of_head.pop("logits_dtype", None)
+        arguments |= {"rounded_to": batch.hidden.dtype} if rounded else {}
+    elif execution is not None:
+        arguments["execution"] = execution
+    call = reference.fused_grpo_loss if exact else grpo_kernels.fused_grpo_loss
+    lm_head = LMHead(leaves["weight"], **fields_of_head) if head else leaves["weight"]
+    out = call(
+        leaves["hidden"], lm_head, batch.targets,
+        batch.advantages if advantages is None else advantages, batch.mask if mask else None,
+        cu_seqlens=batch.cu_seqlens, **arguments,
     )  # fmt: skip
-    for name in names:
-        if kwargs.pop(name, name == "cu_seqlens") is True:
-            value = head["bias"] if name == "bias" else getattr(batch, name)
-            widen = exact and value is not None and value.dtype == torch.float32
-            kwargs[name] = value.double() if widen and name != "bias" else value
-    return kwargs, head
+    (scale * out.loss).backward()
+    gradients = {k: None if x.grad is None else x.grad.double() / scale for k, x in leaves.items()}
+    return Result(out.loss.detach(), out.metrics, out.logps, gradients)
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:

@@ -1,4 +1,4 @@
-"""The options of the head, those of an objective, and a call compared with its reference."""
+"""Arguments of `run_fused`: fields of the head, those of an objective; and their comparison."""
 
 import torch
 
@@ -8,28 +8,29 @@ BACKENDS = ("torch", "triton")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 2.5e-3}
 CHUNK = 4 * 1003 * 5  # five rows at a time: several chunks, the last one short
 
-# id: (config, call options); what belongs to the head. The objective's own are in OBJECTIVES.
+# id: (config, arguments); what belongs to the head. The objective's own are in OBJECTIVES.
 OPTIONS = {
     "on_policy": ({}, {}),
     "old_logps": ({}, {"old_logps": True}),
     "kl_old_delta": ({"beta": 0.04, "delta": 1.4}, {"old_logps": True, "ref_logps": True}),
     "entropy": ({"entropy_coef": 0.05}, {"old_logps": True}),
-    "temperature": ({}, {"old_logps": True, "temperature": 0.7}),
-    "temperature_per_token": ({}, {"old_logps": True, "temperature": True}),
-    "bias": ({}, {"old_logps": True, "bias": True}),
-    "logit_scale": ({}, {"logit_scale": 0.37}),
-    "softcap": ({}, {"softcap": 5.0}),
+    "temperature": ({}, {"old_logps": True, "head": {"temperature": 0.7}}),
+    "temperature_per_token": ({}, {"old_logps": True, "head": {"temperature": True}}),
+    "bias": ({}, {"old_logps": True, "head": {"bias": True}}),
+    "logit_scale": ({}, {"head": {"logit_scale": 0.37}}),
+    "softcap": ({}, {"head": {"softcap": 5.0}}),
     "everything": (
         {"beta": 0.04, "delta": 1.6, "epsilon_high": 0.3, "entropy_coef": 0.02},
-        {"old_logps": True, "ref_logps": True, "bias": True, "softcap": 6.0, "logit_scale": 1.3,
-         "temperature": True},
+        {"old_logps": True, "ref_logps": True,
+         "head": {"bias": True, "softcap": 6.0, "logit_scale": 1.3, "temperature": True}},
     ),
 }  # fmt: skip
 
 
 def objective_options(name):
     config_options, tensors = OBJECTIVES[name]
-    return {"config": config(**config_options), "bias": True, **dict.fromkeys(tensors, True)}
+    arguments = {"config": config(**config_options), **dict.fromkeys(tensors, True)}
+    return {"head": {"bias": True}, **arguments}
 
 
 def expect_equal(batch, options, *, tolerance=2e-5, **kwargs):
@@ -38,14 +39,3 @@ def expect_equal(batch, options, *, tolerance=2e-5, **kwargs):
     rounding = {"rounded_to": batch.hidden.dtype, "scale": options.get("scale", 1.0)}
     assert_matches(actual, expected, tolerance, logps=1e-4, **rounding)
     return actual
-
-
-def differs(objective, backend, layout):
-    """True if a backend or a layout is a case of its own for this objective.
-
-    Triton has the token-local ones alone; to be packed matters where sequences are told apart.
-    """
-    cfg = config(**OBJECTIVES[objective][0])
-    if backend == "triton":
-        return layout == "padded" and cfg.one_pass
-    return layout == "padded" or cfg.needs_sequences

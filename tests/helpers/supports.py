@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from grpo_kernels import Support
+from grpo_kernels import LMHead, Support, reference
 from tests.helpers.batches import Batch
-from tests.helpers.flat_calls import reference
-
-_HEAD = ("bias", "logit_scale", "softcap", "temperature")
 
 
 def make_support(batch: Batch, *, seed: int = 0, without: float = 0.2, most: int = 60) -> Support:
@@ -55,13 +52,8 @@ def with_logps_of(batch: Batch, support: Support, **head: object) -> Batch:
     """The batch with old, reference and sampler's log-probs around those of the support."""
     mask = batch.mask
     kwargs = {name: getattr(batch, name) if x is True else x for name, x in head.items()}
-    both = [
-        reference.linear_logprobs(
-            batch.hidden.double(), batch.weight.double(), batch.targets, mask=mask, support=s,
-            **kwargs,
-        ).logps
-        for s in (None, support)
-    ]  # fmt: skip
+    args = batch.hidden.double(), LMHead(batch.weight.double(), **kwargs), batch.targets, mask
+    both = [reference.linear_logprobs(*args, support=s).logps for s in (None, support)]
     shift = (both[1] - both[0]).float()
     names = ("old_logps", "ref_logps", "sampling_logps")
     return replace(batch, **{name: getattr(batch, name) + shift for name in names})
@@ -69,5 +61,4 @@ def with_logps_of(batch: Batch, support: Support, **head: object) -> Batch:
 
 def with_logps_of_call(batch: Batch, support: Support, options: dict) -> Batch:
     """The same for the options of a call."""
-    head = {name: options[name] for name in _HEAD if name in options}
-    return with_logps_of(batch, support, **head)
+    return with_logps_of(batch, support, **options.get("head", {}))

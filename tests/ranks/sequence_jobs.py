@@ -5,9 +5,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from grpo_kernels import gather_tokens, grpo_loss
+from grpo_kernels import LMHead, gather_tokens, grpo_loss, linear_logprobs
 from tests.helpers.batches import Result, make_batch, packed, with_cross_entropy
-from tests.helpers.flat_calls import linear_logprobs
 from tests.ranks.shard_jobs import Traffic
 
 PER_TOKEN = ("hidden", "targets", "mask", "temperature")
@@ -58,14 +57,15 @@ def loss(part, options, cu_seqlens=None):
     """Scores this rank's tokens, joins those of all ranks, and computes the loss on every rank."""
     group = dist.group.WORLD
     head = [x.clone().requires_grad_() for x in (part.hidden, part.weight, part.bias)]
-    temperature = part.temperature if options.pop("temperature", False) else 1.0
-    bias = head[2] if options.pop("bias", False) else None
+    fields = options.pop("head", {})
+    bias = head[2] if "bias" in fields else None
+    lm_head = LMHead(
+        head[1], bias, temperature=part.temperature if "temperature" in fields else 1.0
+    )
     scored = part.mask
     if options.get("ce_weights"):
         scored = part.mask | (part.ce_weights != 0)
-    local = linear_logprobs(
-        *head[:2], part.targets, bias=bias, mask=scored, temperature=temperature, entropy=True
-    )
+    local = linear_logprobs(head[0], lm_head, part.targets, scored, entropy=True)
     parts = local.logps, local.entropy, part.mask
     logps, entropy, mask = (gather_tokens(x, group) for x in parts)
     kwargs = {

@@ -16,11 +16,19 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_kernels import Support, VocabRanks
+import grpo_kernels
+from grpo_kernels import (
+    Execution,
+    LMHead,
+    Support,
+    VocabRanks,
+    fused_grpo_loss,
+    linear_logprobs,
+    reference,
+)
 from grpo_kernels.explain import explain
 from grpo_kernels.integrations.verl import linear_cross_entropy
-from tests.helpers import flat_calls
-from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused
+from tests.helpers.batches import OBJECTIVES, called, config, make_batch, run_fused
 
 RANK_OPTIONS = ("layout", "starts")
 VOCABULARY_FIELDS = ("weight", "bias", "b")
@@ -56,14 +64,16 @@ def rows_of(cuts, starts=None) -> slice:
     return slice(at, at + end - begin)
 
 
-def said(cuts, options: dict[str, Any]) -> list[str]:
+def said(cuts, head: dict[str, Any], chunk_bytes: int) -> list[str]:
     """The names of the collectives of a call, once the ranks have met."""
+    head = {**head, "ranks": VocabRanks(dist.group.WORLD)}
     rows = rows_of(cuts)
     batch = make_batch()
     part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
     for _ in range(2):
         with Traffic() as traffic:
-            run_fused(part, exact=False, **on_rank(options))
+            execution = Execution(chunk_bytes=chunk_bytes)
+            run_fused(part, exact=False, head=head, execution=execution, old_logps=True)
     return [name for name, _ in traffic.seen]
 
 
@@ -103,11 +113,12 @@ def scores(cuts, options: dict[str, Any], exact: bool = False) -> dict[str, torc
         kwargs |= {"bias": head["bias"], "low_rank": (head["a_out"], head["b"])}
     if not exact and not dtensors:
         kwargs["ranks"] = on_rank(options)["ranks"]
-    module = flat_calls.reference if exact else flat_calls
+    package = reference if exact else grpo_kernels
     tensors = head["hidden"], head["weight"]
+    kwargs |= dict(zip(("hidden", "weight"), tensors, strict=True))
     if call == "loss":
-        advantages = batch.advantages.to(dtype)
-        out = module.fused_grpo_loss(*tensors, targets, advantages, **kwargs)
+        kwargs |= {"targets": targets, "advantages": batch.advantages.to(dtype)}
+        out = called(package, "fused_grpo_loss", kwargs)
         results, total = {"logps": out.logps, "entropy": out.entropy}, out.loss
     else:
         if call == "verl" and not exact:
@@ -115,8 +126,8 @@ def scores(cuts, options: dict[str, Any], exact: bool = False) -> dict[str, torc
             out = linear_cross_entropy(*tensors, targets, *call_args, mask=mask)
         else:
             kwargs |= {} if exact else {"entropy": True}
-            targets = None if options.get("entries") else targets
-            out = module.linear_logprobs(*tensors, targets, **kwargs)
+            kwargs["targets"] = None if options.get("entries") else targets
+            out = called(package, "linear_logprobs", kwargs)
         names = ("logps", "entropy", "logsumexp")[: 2 if call == "verl" else 3]
         results = dict(zip(names, out, strict=False))
         total = sum((weights_like(x) * x).sum() for x in results.values())
@@ -144,8 +155,8 @@ def own_tokens() -> dict[str, torch.Tensor]:
         torch.cat(all_gather(x, dist.group.WORLD))
         for x in (hidden, batch.targets[local], batch.mask[local], batch.advantages[local])
     )
-    head = {"ranks": VocabRanks(dist.group.WORLD, hidden="partial")}
-    out = flat_calls.fused_grpo_loss(everyone, weight, targets, advantages, mask, **head)
+    head = LMHead(weight, ranks=VocabRanks(dist.group.WORLD, hidden="partial"))
+    out = fused_grpo_loss(everyone, head, targets, advantages, mask)
     out.loss.backward()
     return {"loss": out.loss.detach(), "hidden": hidden.grad, "weight": weight.grad}
 
@@ -156,9 +167,9 @@ def sizes(all_cuts) -> list[int]:
     targets = torch.where(batch.mask, batch.targets, 0)
     targets[0, 0] = 2000  # in none of them
     for cuts in all_cuts:
-        weight = batch.weight[rows_of(cuts)]
+        head = LMHead(batch.weight[rows_of(cuts)], **on_rank({}))
         try:
-            flat_calls.linear_logprobs(batch.hidden, weight, targets, batch.mask, **on_rank({}))
+            linear_logprobs(batch.hidden, head, targets, batch.mask)
         except ValueError as error:
             chunk_sizes.append(int(str(error).split("[0, ")[1].split(")")[0]))
     return chunk_sizes
@@ -172,7 +183,7 @@ def raises_alone() -> str:
         return "gone"
     part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
     try:
-        run_fused(part, exact=False, ranks=VocabRanks(group))
+        run_fused(part, exact=False, head={"ranks": VocabRanks(group)})
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -289,7 +300,7 @@ def refused(change: Callable[[Any, int], dict[str, Any]]) -> str:
     kwargs["weight"] = kwargs["weight"].detach().requires_grad_(kwargs.pop("trained"))
     try:
         kwargs.setdefault("ranks", VocabRanks(*rank_args) if "ranks" not in kwargs else None)
-        flat_calls.fused_grpo_loss(**kwargs)
+        called(grpo_kernels, "fused_grpo_loss", kwargs)
     except (ValueError, TypeError) as error:
         return str(error)
     return "nothing"
@@ -300,6 +311,6 @@ def explained(cuts) -> dict[str, torch.Tensor]:
     batch, (options, names) = make_batch(), OBJECTIVES["is_token_truncate"]
     kwargs = {name: getattr(batch, name) for name in names} | {"config": config(**options)}
     tensors = batch.targets, batch.advantages, batch.mask
-    weight = batch.weight[rows_of(cuts)]
-    out = flat_calls.fused_grpo_loss(batch.hidden, weight, *tensors, **kwargs, **on_rank({}))
+    head = LMHead(batch.weight[rows_of(cuts)], ranks=VocabRanks(dist.group.WORLD))
+    out = fused_grpo_loss(batch.hidden, head, *tensors, **kwargs)
     return explain(out, *tensors, **kwargs).columns

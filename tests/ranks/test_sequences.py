@@ -38,7 +38,7 @@ def test_losses(ranks, cuts):
     ]
     cases += [
         {"config": config(loss_type="dapo"), "num_items": 40.0},
-        {"config": config(entropy_coef=0.05), "old_logps": True, "temperature": True},
+        {"config": config(entropy_coef=0.05), "old_logps": True, "head": {"temperature": True}},
         {"ce_weights": True, "old_logps": True},
     ]
     answers = ranks("tests.ranks.sequence_jobs:losses", cuts, cases)

@@ -67,18 +67,17 @@ def test_other_cuts(ranks, cuts, request):
     assert problems == [[]] * (len(cuts) - 1)
 
 
-@pytest.mark.parametrize("more", ({}, {"bias": True, "temperature": True}), ids="-".join)
-def test_what_is_said_per_chunk(ranks, more):
+@pytest.mark.parametrize("head", ({}, {"bias": True, "temperature": True}), ids="-".join)
+def test_what_is_said_per_chunk(ranks, head):
     # 21 of 36 tokens take part; 14 of these have an advantage.
     batch = make_batch()
     trained = int((batch.mask & (batch.advantages != 0)[:, None]).sum())
     rest = int(batch.mask.sum()) - trained
     at_once = CHUNK // (4 * 703)  # on the rank with the most columns
     chunks = -(-trained // at_once), -(-rest // at_once)
-    options = {"old_logps": True, "chunk_bytes": CHUNK, **more}
-    for said in ranks("tests.ranks.shard_jobs:said", UNEVEN, options):
+    for said in ranks("tests.ranks.shard_jobs:said", UNEVEN, head, CHUNK):
         # Two more gathers, of the columns and of the plan; and the targets that a bias bans.
-        expected = {"allgatherbase": sum(chunks) + 2, "allreduce": chunks[0] + ("bias" in more)}
+        expected = {"allgatherbase": sum(chunks) + 2, "allreduce": chunks[0] + ("bias" in head)}
         assert {name: said.count(name) for name in said} == expected
 
 

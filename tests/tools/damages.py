@@ -145,7 +145,7 @@ DAMAGES = [
     ),
     # The objective: mask, clip, correction, KL, averages.
     *damages_in(
-        "loss/tokens.py", "test_objective test_grpo_loss",
+        "loss/tokens.py", "test_objective test_pairs",
         ("masked tokens are read", "Tokens.of.clean",
          "x if mask is None else torch.where(mask, x, 0.0)", "x"),
     ),
@@ -219,7 +219,7 @@ KERNEL_DAMAGES: list[Damage] = [
          "min(launch.num_warps, block_v // 64)", "launch.num_warps"),
     ),
     *damages_in(
-        "kernels/triton_policy_loss.py", "test_grpo_loss test_backends",
+        "kernels/triton_policy_loss.py", "test_backends",
         ("a masked load has no value for the masked", "policy_loss_kernel",
          "weights_ptr + offs_n, mask=mask_n, other=0.0", "weights_ptr + offs_n, mask=mask_n"),
         ("the mask is loaded without a mask", "policy_loss_kernel",
