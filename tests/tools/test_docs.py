@@ -105,14 +105,14 @@ def table_of_versions():
 
 
 VERSIONS = table_of_versions()
-PINS = [ROOT / "Makefile", *sorted((ROOT / "constraints").glob("*.txt"))]
+PINS = [ROOT / "noxfile.py", *sorted((ROOT / "constraints").glob("*.txt"))]
 
 
 @pytest.mark.parametrize("path", PINS, ids=lambda path: path.stem)
 def test_versions_are_those_that_are_installed(path):
     for name, pin in re.findall(r"\b([a-z][\w-]*)==([\d.]+)", path.read_text()):
         package = name.removesuffix("-cpu")
-        has_own_needs = path.stem not in ("Makefile", "default", "lowest", "vllm", package)
+        has_own_needs = path.stem not in ("noxfile", "default", "lowest", "vllm", package)
         if package not in VERSIONS or has_own_needs:
             continue
         low, high = map(version_numbers, VERSIONS[package])
@@ -125,11 +125,11 @@ def test_versions_are_those_that_are_installed(path):
             assert installed == high, f"{name}=={pin}"
 
 
-def test_versions_in_the_makefile_begin_with_the_lowest():
-    text = (ROOT / "Makefile").read_text()
+def test_sessions_of_versions_begin_with_the_lowest():
+    text = (ROOT / "noxfile.py").read_text()
     for package in ("trl", "liger-kernel"):
-        target = text.split(f"with-{package.removesuffix('-kernel')}: ")[1]
-        first = re.search(r"\$\(or \$\(VERSION\),([\d.]+)", target)[1]
+        name = package.removesuffix("-kernel")
+        first = re.search(rf'\("version", \("([\d.]+)".*\ndef {name}\(', text)[1]
         assert version_numbers(first) == version_numbers(VERSIONS[package][0])
 
 
