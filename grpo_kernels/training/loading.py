@@ -162,7 +162,7 @@ def check_host(config: TrainingConfig, on_cpu: bool) -> None:
     if config.rollout == "vllm" and not find_spec("vllm"):
         raise ImportError(
             "rollout: vllm is not installed: pip install 'grpo_kernels[vllm]' for a GPU; for a "
-            "CPU, make vllm in a checkout"
+            "CPU, nox -s vllm in a checkout"
         )
 
 

