@@ -84,14 +84,16 @@ def lay_out(folder: Path) -> None:
         f"[torch-noarch]\npyext = {json.dumps(extensions)}\n"
     )
     shutil.copyfile(ROOT / "LICENSE", folder / "LICENSE")
-    quickstart = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert quickstart is not None
-    code = quickstart[1].replace(
-        "from grpo_kernels import fused_grpo_loss, group_advantages\n",
-        'from kernels import get_kernel\n\ngrpo_kernels = get_kernel("{{ repo_id }}", '
-        "version={{ version }})\nfused_grpo_loss = grpo_kernels.fused_grpo_loss\n"
-        "group_advantages = grpo_kernels.group_advantages\n",
-    )
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    first = re.search(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert first is not None
+    (names,) = re.findall(r"^from grpo_kernels import (.*)$", first[1], re.MULTILINE)
+    loaded = [
+        "from kernels import get_kernel\n",
+        'grpo_kernels = get_kernel("{{ repo_id }}", version={{ version }})',
+        *(f"{name} = grpo_kernels.{name}" for name in names.split(", ")),
+    ]
+    code = first[1].replace(f"from grpo_kernels import {names}", "\n".join(loaded))
     (folder / "CARD.md").write_text(CARD.format(code=code))
 
 

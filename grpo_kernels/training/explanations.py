@@ -62,8 +62,8 @@ class Explanations:
             return None if x is None else x[where, :T]
 
         out = GRPOLossOutput(
-            loss=torch.tensor(update.loss), metrics={}, logps=update.logps[where, :T],
-            entropy=of_batch(update.entropy), kl=of_batch(update.kl),
+            loss=torch.tensor(update.loss, dtype=torch.float32), metrics={},
+            logps=update.logps[where, :T], entropy=of_batch(update.entropy), kl=of_batch(update.kl),
         )  # fmt: skip
         prompts = [samples.prompts[samples.prompt_of[i]] for i in rows]
         explanation = explain(

@@ -84,7 +84,8 @@ def test_loaded_from_a_folder(folder):
     where, results, entries, _, quickstart = run.stdout.strip().splitlines()
     assert where == str(folder / "build/torch-cpu/__init__.py")
     assert results == "tensor(True) tensor(True)" and entries.startswith("tensor(1.")
-    assert "torch.Size([8, 32])" in quickstart and "build.toml" not in run.stderr
+    fused, composed, _ = map(float, quickstart.split())
+    assert abs(fused - composed) < 1e-5 and "build.toml" not in run.stderr
 
 
 def test_calls_on_a_gpu_find_what_they_need(folder):
