@@ -230,6 +230,17 @@ def test_flags_are_texts_where_the_option_is_one():
     assert parse_config(["--model=m", "--top-k=3"]).top_k == 3
 
 
+def test_a_switch_that_turns_off_is_known(capsys):
+    exact = ["--model=m", "--kl_estimator=exact", "--beta=0.1", "--top_p=0.9"]
+    told = {"--no_replay_support or another kl_estimator": exact,
+            "did you mean --no_replay_support": ["--model=m", "--no_replay_suport"]}  # fmt: skip
+    for message, flags in told.items():
+        with pytest.raises(SystemExit):
+            parse_config(flags)
+        said = capsys.readouterr().err
+        assert message in said and "--no_replay_support does not exist" not in said
+
+
 @pytest.mark.parametrize(
     ("text", "flags", "messages"),
     (

@@ -111,7 +111,7 @@ class _Parser(ArgumentParser):
     """A parser that says, of a name it does not have, which one may be meant."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        known = [action.dest for action in self._actions]
+        known = [flag[2:] for action in self._actions for flag in action.option_strings]
         for name in re.findall(r"(?<=--)\w+|(?<=Option ')\w+", message):
             if name in ELSEWHERE:
                 message = f"--{name} does not exist here. {ELSEWHERE[name]}"
