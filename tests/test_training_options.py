@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.training import TrainingConfig, command_line, load_model, parse_config
+from grpo_kernels.training import TrainingConfig, command_line, load_model, parse_config, ranks
 from grpo_kernels.training import __main__ as training_command
-from grpo_kernels.training.config import DEFAULTS, split_revision
+from grpo_kernels.training.config import DEFAULTS, DTYPES, split_revision
 from grpo_kernels.training.loading import check_host, check_rollout
 from grpo_kernels.training.ranks import make_accelerator
 from tests.helpers import trainer_runs
@@ -341,6 +342,24 @@ def test_a_missing_extra_is_named(missing):
     assert run.stderr.strip().split("\n")[-1] == f"ImportError: {expected}"
     extra = (ROOT / "pyproject.toml").read_text().split("\ntrain = [")[1].split("\n]")[0]
     assert f'"{missing}>=' in extra
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "autocast", "gemms"),
+    (
+        ("mixed", "float32", "bf16", "bfloat16"),
+        ("fp32", "float32", "no", "float32"),
+        ("bf16", "bfloat16", "bf16", "bfloat16"),
+    ),
+)
+def test_a_dtype_is_that_of_weights_and_gemms(dtype, weights, autocast, gemms, monkeypatch):
+    """On a GPU with bf16; without one nothing is autocast, and mixed is fp32."""
+    config = config_of(dtype=dtype)
+    assert ranks.mixed_precision(config) == "no"
+    assert (DTYPES[dtype], ranks.gemm_dtype(config)) == (weights, weights)
+    for name in ("is_available", "is_bf16_supported"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    assert (ranks.mixed_precision(config), ranks.gemm_dtype(config)) == (autocast, gemms)
 
 
 # Names that people bring
