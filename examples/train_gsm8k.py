@@ -12,6 +12,7 @@ r"""Trains a language model with GRPO on word problems: some made offline, GSM8K
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,10 @@ class Unchecked(TrainingConfig):
 
 def config_of(argv: Sequence[str] | None = None) -> TrainingConfig:
     defaults: dict[str, Any] = dict(model=MODEL, dataset="word_problems:easy", stop=["</answer>"])
-    dataset = parse_config(argv, kind=Unchecked, **defaults, **SMALL).dataset
+    # Options are printed below, with the defaults that go with the dataset.
+    flags = sys.argv[1:] if argv is None else argv
+    silent = [flag for flag in flags if not flag.startswith(("--print_config", "--print-config"))]
+    dataset = parse_config(silent, kind=Unchecked, **defaults, **SMALL).dataset
     return parse_config(argv, **defaults, **(SMALL if "word_problems:" in dataset else OTHERS))
 
 
