@@ -21,6 +21,7 @@ from typing import Any
 from demo_model import MODEL, resolved
 
 from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_problems, parse_config
+from grpo_kernels.training.rewards import check_rewards, resolve_rewards
 
 # For a model of 135M parameters on two CPU cores (docs/training.md).
 SMALL: dict[str, Any] = dict(
@@ -51,8 +52,11 @@ def config_of(argv: Sequence[str] | None = None) -> TrainingConfig:
 
 def main(argv: Sequence[str] | None = None) -> Path:
     config = resolved(config_of(argv)).in_new_folder()
-    problems = load_problems(config)  # before a model is downloaded
-    return Trainer(config, *load_model(config), *problems).train()
+    # Whatever can be refused without a model is refused before one is downloaded.
+    rewards = resolve_rewards(config.rewards)
+    train, held_out = load_problems(config)
+    check_rewards(rewards, train, "train")
+    return Trainer(config, *load_model(config), train, held_out).train()
 
 
 if __name__ == "__main__":

@@ -308,6 +308,27 @@ def test_the_command_trains_from_a_file(tiny_model, tmp_path):
     assert folder == tmp_path / "other" and len(trainer_runs.rows_of(folder)) == 1
 
 
+REWARDS = (
+    (["breif"], "rewards: expected some of answer, format, or module:function; got 'breif'"),
+    (["answer", "examples.problems:score"], "reward function score: its parameters .*entry"),
+    (["answer"], "there is no model here"),
+)
+
+
+@pytest.mark.parametrize(("rewards", "message"), REWARDS)
+def test_rewards_are_refused_before_a_model_is_loaded(rewards, message, tmp_path, monkeypatch):
+    def load(config):
+        raise OSError("there is no model here")
+
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 10)
+    monkeypatch.setattr(training_command, "load_model", load)
+    with pytest.raises((ValueError, OSError), match=message):
+        training_command.main(
+            ["--model=m", f"--dataset={tmp_path}/a.jsonl", f"--output={tmp_path}/t", "--rewards",
+             *rewards, "--eval_size=0"]
+        )  # fmt: skip
+
+
 # vLLM
 
 

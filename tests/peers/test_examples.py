@@ -63,6 +63,12 @@ def test_defaults_by_dataset():
     assert config.rewards == ["answer", "format"] and config.reward_weights == [1.0, 0.5]
 
 
+def test_a_reward_is_refused_before_a_model_is_loaded(tmp_path):
+    flags = ["--model", "not/there", "--output", str(tmp_path / "run")]
+    with pytest.raises(ValueError, match=r"rewards: expected some of .*; got 'breif'"):
+        train_gsm8k.main([*flags, "--rewards", "breif"])
+
+
 @pytest.mark.parametrize(
     ("dataset", "longest"), (("examples.word_problems:all_levels", 32), ("openai/gsm8k:main", 128))
 )
