@@ -12,6 +12,7 @@ r"""Trains a language model with GRPO on word problems: some made offline, GSM8K
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from demo_model import MODEL, resolved
 
 from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_problems, parse_config
+from grpo_kernels.training.rewards import check_rewards, resolve_rewards
 
 # For a model of 135M parameters on two CPU cores (docs/training.md).
 SMALL: dict[str, Any] = dict(
@@ -41,14 +43,20 @@ class Unchecked(TrainingConfig):
 
 def config_of(argv: Sequence[str] | None = None) -> TrainingConfig:
     defaults: dict[str, Any] = dict(model=MODEL, dataset="word_problems:easy", stop=["</answer>"])
-    dataset = parse_config(argv, kind=Unchecked, **defaults, **SMALL).dataset
+    # Options are printed below, with the defaults that go with the dataset.
+    flags = sys.argv[1:] if argv is None else argv
+    silent = [flag for flag in flags if not flag.startswith(("--print_config", "--print-config"))]
+    dataset = parse_config(silent, kind=Unchecked, **defaults, **SMALL).dataset
     return parse_config(argv, **defaults, **(SMALL if "word_problems:" in dataset else OTHERS))
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
     config = resolved(config_of(argv)).in_new_folder()
-    problems = load_problems(config)  # before a model is downloaded
-    return Trainer(config, *load_model(config), *problems).train()
+    # Whatever can be refused without a model is refused before one is downloaded.
+    rewards = resolve_rewards(config.rewards)
+    train, held_out = load_problems(config)
+    check_rewards(rewards, train, "train")
+    return Trainer(config, *load_model(config), train, held_out).train()
 
 
 if __name__ == "__main__":

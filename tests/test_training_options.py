@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.training import TrainingConfig, command_line, load_model, parse_config
+from grpo_kernels.training import TrainingConfig, command_line, load_model, parse_config, ranks
 from grpo_kernels.training import __main__ as training_command
-from grpo_kernels.training.config import DEFAULTS, split_revision
+from grpo_kernels.training.config import DEFAULTS, DTYPES, split_revision
 from grpo_kernels.training.loading import check_host, check_rollout
 from grpo_kernels.training.ranks import make_accelerator
 from tests.helpers import trainer_runs
@@ -230,6 +231,17 @@ def test_flags_are_texts_where_the_option_is_one():
     assert parse_config(["--model=m", "--top-k=3"]).top_k == 3
 
 
+def test_a_switch_that_turns_off_is_known(capsys):
+    exact = ["--model=m", "--kl_estimator=exact", "--beta=0.1", "--top_p=0.9"]
+    told = {"--no_replay_support or another kl_estimator": exact,
+            "did you mean --no_replay_support": ["--model=m", "--no_replay_suport"]}  # fmt: skip
+    for message, flags in told.items():
+        with pytest.raises(SystemExit):
+            parse_config(flags)
+        said = capsys.readouterr().err
+        assert message in said and "--no_replay_support does not exist" not in said
+
+
 @pytest.mark.parametrize(
     ("text", "flags", "messages"),
     (
@@ -296,6 +308,27 @@ def test_the_command_trains_from_a_file(tiny_model, tmp_path):
     assert folder == tmp_path / "other" and len(trainer_runs.rows_of(folder)) == 1
 
 
+REWARDS = (
+    (["breif"], "rewards: expected some of answer, format, or module:function; got 'breif'"),
+    (["answer", "examples.problems:score"], "reward function score: its parameters .*entry"),
+    (["answer"], "there is no model here"),
+)
+
+
+@pytest.mark.parametrize(("rewards", "message"), REWARDS)
+def test_rewards_are_refused_before_a_model_is_loaded(rewards, message, tmp_path, monkeypatch):
+    def load(config):
+        raise OSError("there is no model here")
+
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 10)
+    monkeypatch.setattr(training_command, "load_model", load)
+    with pytest.raises((ValueError, OSError), match=message):
+        training_command.main(
+            ["--model=m", f"--dataset={tmp_path}/a.jsonl", f"--output={tmp_path}/t", "--rewards",
+             *rewards, "--eval_size=0"]
+        )  # fmt: skip
+
+
 # vLLM
 
 
@@ -330,6 +363,24 @@ def test_a_missing_extra_is_named(missing):
     assert run.stderr.strip().split("\n")[-1] == f"ImportError: {expected}"
     extra = (ROOT / "pyproject.toml").read_text().split("\ntrain = [")[1].split("\n]")[0]
     assert f'"{missing}>=' in extra
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "autocast", "gemms"),
+    (
+        ("mixed", "float32", "bf16", "bfloat16"),
+        ("fp32", "float32", "no", "float32"),
+        ("bf16", "bfloat16", "bf16", "bfloat16"),
+    ),
+)
+def test_a_dtype_is_that_of_weights_and_gemms(dtype, weights, autocast, gemms, monkeypatch):
+    """On a GPU with bf16; without one nothing is autocast, and mixed is fp32."""
+    config = config_of(dtype=dtype)
+    assert ranks.mixed_precision(config) == "no"
+    assert (DTYPES[dtype], ranks.gemm_dtype(config)) == (weights, weights)
+    for name in ("is_available", "is_bf16_supported"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    assert (ranks.mixed_precision(config), ranks.gemm_dtype(config)) == (autocast, gemms)
 
 
 # Names that people bring

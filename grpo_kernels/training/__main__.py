@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import Trainer, load_model, load_problems, parse_config
+from .rewards import check_rewards, resolve_rewards
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
     config = parse_config(argv)
-    problems = load_problems(config)  # before a model is downloaded
-    return Trainer(config, *load_model(config), *problems).train()
+    # Whatever can be refused without a model is refused before one is downloaded.
+    rewards = resolve_rewards(config.rewards)
+    train, held_out = load_problems(config)
+    check_rewards(rewards, train, "train")
+    return Trainer(config, *load_model(config), train, held_out).train()
 
 
 if __name__ == "__main__":

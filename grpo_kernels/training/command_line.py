@@ -55,6 +55,7 @@ ELSEWHERE = {
     "num_steps": "Set steps.",
     "num_train_epochs": "Set steps: each takes prompts_per_step problems.",
     "output_dir": "Set output.",
+    "precision": "Set dtype: mixed, fp32 or bf16.",
     "per_device_train_batch_size": "Set micro_batch_size, in completions: it changes memory, not "
     "gradients.",
     "ref_model_mixup_alpha": "Set ref_mixup_alpha; its default is 1.0.",
@@ -62,7 +63,9 @@ ELSEWHERE = {
     "report_to": "Set trackers.",
     "resume_from_checkpoint": "Set resume: the run in the folder goes on from its last checkpoint.",
     "reward_funcs": "Set rewards.",
+    "revision": "Set model to NAME@REVISION.",
     "reward_model": "Set rewards to module:function, a function that asks your model.",
+    "run_name": "Set output, the run's folder, whose name is the run's.",
     "save_steps": "Set save_every.",
     "sync_ref_model": "Set sync_ref_every, above 0.",
     "train_batch_size": "Set prompts_per_step: prompts, not completions.",
@@ -111,7 +114,7 @@ class _Parser(ArgumentParser):
     """A parser that says, of a name it does not have, which one may be meant."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        known = [action.dest for action in self._actions]
+        known = [flag[2:] for action in self._actions for flag in action.option_strings]
         for name in re.findall(r"(?<=--)\w+|(?<=Option ')\w+", message):
             if name in ELSEWHERE:
                 message = f"--{name} does not exist here. {ELSEWHERE[name]}"

@@ -344,8 +344,8 @@ class TrainingConfig(GRPOLossConfig):
             if is_set and getattr(self, name):
                 self._refuse(name, f"does not work with {other}, which {why}: pass one of the two")
         if self.kl_estimator == "exact" and self.records_support:
-            self._refuse("kl_estimator", "needs the full softmax and does not work with "
-                         "replay_support: pass --no_replay_support or another one")  # fmt: skip
+            self._refuse("kl_estimator", "needs the full softmax and does not work with replay_"
+                         "support: pass --no_replay_support or another kl_estimator")  # fmt: skip
 
     def _refuse(self, name: str, why: str) -> None:
         raise ValueError(f"{name}={getattr(self, name)!r} {why}")

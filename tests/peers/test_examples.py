@@ -63,6 +63,26 @@ def test_defaults_by_dataset():
     assert config.rewards == ["answer", "format"] and config.reward_weights == [1.0, 0.5]
 
 
+def test_a_reward_is_refused_before_a_model_is_loaded(tmp_path):
+    flags = ["--model", "not/there", "--output", str(tmp_path / "run")]
+    with pytest.raises(ValueError, match=r"rewards: expected some of .*; got 'breif'"):
+        train_gsm8k.main([*flags, "--rewards", "breif"])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "longest"), (("examples.word_problems:all_levels", 32), ("openai/gsm8k:main", 128))
+)
+@pytest.mark.parametrize("flag", ("--print_config", "--print-config"))
+def test_printed_options_are_those_of_the_dataset(flag, dataset, longest, capsys, tmp_path):
+    """A file of them, given without more, is the same run."""
+    flags = ["--model", "m", "--dataset", dataset]
+    with pytest.raises(SystemExit):
+        train_gsm8k.config_of([flag, *flags])
+    (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
+    config = train_gsm8k.config_of([str(tmp_path / "run.yaml")])
+    assert config == train_gsm8k.config_of(flags) and config.max_completion_length == longest
+
+
 def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = demo_model.cache_folder()
