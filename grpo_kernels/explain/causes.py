@@ -121,18 +121,21 @@ class _Step:
         self.sequence, self.N = explanation.sequence, len(explanation.sequence)
         self.B = len(explanation.sequences)
         # Without gradients the loss stands for them.
-        known = columns.get("gradient_share", columns.get("loss", torch.ones(self.N)))
+        known = columns.get(
+            "gradient_share", columns.get("loss", torch.ones(self.N, dtype=torch.float32))
+        )
         self.part = shares(known)
         self.policy = ~columns.get("advantage", self.part).isnan()
 
     def __getitem__(self, name: str) -> Tensor:
         column = self.explanation.columns.get(name)
-        return torch.full((self.N,), torch.nan) if column is None else column
+        return torch.full((self.N,), torch.nan, dtype=torch.float32) if column is None else column
 
     def fact(self, name: str) -> Tensor:
         """A fact of each sequence, float64 `[B]`, NaN where it is not known."""
         values = [row.get(name) for row in self.explanation.sequences]
-        return torch.tensor([float("nan") if x is None else float(x) for x in values]).double()
+        numbers = [float("nan") if x is None else float(x) for x in values]
+        return torch.tensor(numbers, dtype=torch.float64)
 
     def sums(self, x: Tensor) -> Tensor:
         """Sums over each sequence, float64 `[B]`."""
@@ -260,7 +263,7 @@ def _length(step: _Step) -> Iterator[Cause]:
 def _group(step: _Step) -> Iterator[Cause]:
     rewards, advantages = step.fact("reward"), step.fact("advantage")
     for group in step.explanation.groups:
-        ids = torch.tensor(group["sequences"])
+        ids = torch.tensor(group["sequences"], dtype=torch.int64)
         values = advantages[ids] if rewards[ids].isnan().any() else rewards[ids]
         G, far = len(ids), (values - values.mean()).abs()
         if group["group"] is None or G < 4 or not values.std() > 0:

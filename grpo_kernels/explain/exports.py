@@ -139,8 +139,9 @@ def _explanation(path: Path, rows: Sequence[Row]) -> Explanation:
     )
     texts = [row["text"] for row in tokens] if columns.pop("text", None) is not None else None
     numbers = {name: torch.tensor(x, dtype=torch.float32) for name, x in columns.items()}
+    lengths = [len(row["position"]) for row in tokens]
     return Explanation(
-        numbers, torch.repeat_interleave(torch.tensor([len(row["position"]) for row in tokens])),
+        numbers, torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
         position, sequences, group_sums(sequences), [], texts,
         ids if "token_id" in tokens[0] else None,
         numbers["loss"].nansum().item() if "loss" in numbers else None,

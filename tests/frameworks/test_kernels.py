@@ -35,6 +35,7 @@ print(kernel.topk_kl, kernel.check_sampler)
 kernels.get_kernel = lambda repo_id, version: {"a/b": kernel}[repo_id]
 card = (folder / "CARD.md").read_text().replace("{{ repo_id }}", "a/b")
 exec(re.search(r"```python\\n(.*?)```", card.replace("{{ version }}", "0"), re.S)[1])
+print(out.loss.item(), weight.grad.norm().item())
 """
 # The calls of a bf16 head on an H200 without memory, by a module of the name that `kernels` uses.
 ON_CUDA = """
@@ -84,8 +85,8 @@ def test_loaded_from_a_folder(folder):
     where, results, entries, _, quickstart = run.stdout.strip().splitlines()
     assert where == str(folder / "build/torch-cpu/__init__.py")
     assert results == "tensor(True) tensor(True)" and entries.startswith("tensor(1.")
-    fused, composed, _ = map(float, quickstart.split())
-    assert abs(fused - composed) < 1e-5 and "build.toml" not in run.stderr
+    loss, norm = map(float, quickstart.split())
+    assert abs(loss) < 10 and norm > 0 and "build.toml" not in run.stderr
 
 
 def test_calls_on_a_gpu_find_what_they_need(folder):

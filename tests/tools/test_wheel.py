@@ -58,7 +58,8 @@ def test_contents(wheel, tmp_path):
         source = {name.split("/", 1)[1] for name in archive.getnames()}
         text = archive.extractfile(f"grpo_kernels-{__version__}/PKG-INFO").read()
     package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("grpo_kernels/**/*.py")}
-    package |= {"grpo_kernels/py.typed", "grpo_kernels/training/report_page.html"}
+    pages = {"grpo_kernels/explain/page.html", "grpo_kernels/training/report_page.html"}
+    package |= {"grpo_kernels/py.typed", *pages}
     assert package | {"LICENSE", "README.md", "pyproject.toml", "tests/conftest.py"} <= source
     assert {name.split("/")[0] for name in source if "/" in name} == {
         "grpo_kernels", "tests", "examples", "docs", "benchmarks", "packaging", "constraints",
@@ -94,8 +95,10 @@ def test_the_hub_has_every_file_of_the_core(wheel, tmp_path):
 def test_an_environment_without_anything_else(python):
     """The guide's first code runs there, the doctor says so, and what is missing is named."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.S)
-    fused, composed, _ = map(float, _done(python, "-c", code[1]).split())
-    assert abs(fused - composed) < 1e-5
+    seeded, names = f"import torch; torch.manual_seed(0)\n{code[1]}", {}
+    exec(seeded, names)
+    loss = float(_done(python, "-c", f"{seeded}\nprint(out.loss.item())"))
+    assert abs(loss - names["out"].loss.item()) < 1e-5
     assert "all is well" in _done(python, "-m", "grpo_kernels.doctor")
     for module, expected in NEEDS.items():
         done = _run(python, "-c", f"import grpo_kernels.{module}")
