@@ -98,6 +98,14 @@ def kl(step):
     return at
 
 
+def kl_of_one(step):
+    """A token that is nothing in the loss."""
+    step.options["beta"] = 0.0
+    at = step.somewhere(1)
+    step.ref_logps = torch.where(at, step.logps + 8.0, step.ref_logps)
+    return at
+
+
 def kl_all_over(step):
     step.ref_logps = step.logps + 4.0 + step.noise(0.3)
 
@@ -231,7 +239,8 @@ def not_finite(step):
 
 
 PLANTED = {
-    ratio: "ratio", kl: "kl", kl_all_over: "kl", short: "length", long: "length", group: "group",
+    ratio: "ratio", kl: "kl", kl_of_one: "kl", kl_all_over: "kl", short: "length",
+    long: "length", group: "group",
     sampler_ends: "sampler", sampler_everywhere: "sampler", sampler_after_a_tool: "sampler",
     sampler_of_rare_ids: "sampler", shifted: "unsampled", hotter: "unsampled",
     prompt_in_mask: "unsampled", banned: "unsampled", collapse: "entropy", truncated: "truncated",
@@ -391,7 +400,7 @@ def test_columns_that_a_file_may_lack():
 @pytest.mark.parametrize(
     ("plant", "limit"),
     ((ratio, "share"), (ratio, "ratio"), (kl, "times"), (kl_all_over, "kl"), (short, "length"),
-     (long, "long"), (group, "sequence"), (sampler_everywhere, "median_gap"),
+     (kl_of_one, "mean_kl"),     (long, "long"), (group, "sequence"), (sampler_everywhere, "median_gap"),
      (sampler_of_rare_ids, "gap"), (hotter, "mean_surprise"), (banned, "surprise"),
      (prompt_in_mask, "tokens"), (collapse, "entropy"), (truncated, "truncated"),
      (learning_rate, "moved"), (importance_cap, "weight"), (off_policy, "dropped"),

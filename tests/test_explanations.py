@@ -94,7 +94,7 @@ def steps_of(values, **options):
 
 def test_steps_that_are_explained():
     calm = [1.0, 1.2, 0.9, 1.1, 1.0, 1.3]
-    assert steps_of([*calm, 2.0, 7.0, 8.0, 30.0]) == [8, 10]  # 8 is no jump after 7
+    assert steps_of([*calm, 2.0, 7.0, 6.5, 30.0, 8.0]) == [8, 10]  # 6.5 is none after 7
     assert steps_of([*calm, math.nan, 1.0]) == [7]
     assert steps_of([9.0, 1.0, 30.0]) == []  # too early to tell
     assert steps_of(calm, every=2) == [2, 4, 6]

@@ -59,6 +59,7 @@ class Thresholds:
         times: size of a token, in those of an average one, from which on it may stand out.
         ratio: ratio of policy to old policy.
         kl: share of the KL in the absolute loss of all tokens.
+        mean_kl: mean KL, in nats, from which on tokens that have half of it are named.
         length: weight of a sequence's tokens, in those of an average one.
         long: length of a sequence, in those of an average one.
         sequence: share of the gradient beyond that of an average sequence, or of its tokens if its
@@ -67,7 +68,8 @@ class Thresholds:
         median_gap: the same, of half of all tokens.
         surprise: -log p of a token less the entropy, in nats; one token of twice this is enough.
         mean_surprise: the same, mean over the step, which is 0 for samples of the policy.
-        tokens: share of the tokens that differ from the sampler's, or that surprise.
+        tokens: share of the tokens that differ from the sampler's, or that surprise; the largest
+            that half of the KL is in.
         entropy: mean entropy, in nats.
         truncated: share of the gradient in truncated completions.
         moved: change of a log-prob, in nats: the mean over tokens by one step of the optimizer, the
@@ -81,6 +83,7 @@ class Thresholds:
     times: float = 10.0
     ratio: float = 2.0
     kl: float = 0.5
+    mean_kl: float = 0.1
     length: float = 25.0
     long: float = 5.0
     sequence: float = 0.15
@@ -195,7 +198,8 @@ def _not_finite(step: _Step) -> Iterator[Cause]:
 
 def _kl(step: _Step) -> Iterator[Cause]:
     term, loss, limit = step["kl_loss"].abs(), shares(step["loss"]), step.limit
-    if not term.isfinite().all():
+    if not term.isfinite().all():  # none in the loss, say
+        yield from _kl_of_few(step)
         return
     size = step.part.maximum(loss)
     chosen = (term > step["policy"].abs()) & (size > limit.times / step.N)
@@ -212,6 +216,25 @@ def _kl(step: _Step) -> Iterator[Cause]:
     elif broad >= limit.kl:
         text = f"the KL is {broad:.0%} of the absolute loss (limit {limit.kl:.0%}), all over; KL"
         yield from step.cause("kl", broad, term > 0, step["kl"], text)
+    else:
+        yield from _kl_of_few(step)
+
+
+def _kl_of_few(step: _Step) -> Iterator[Cause]:
+    """The KL as a metric: one e^d of k3 can be most of it, and little of the loss."""
+    kl, limit = step["kl"].abs().nan_to_num(), step.limit
+    order = kl.argsort(descending=True)
+    count = 1 + int((kl[order].cumsum(0) < kl.sum() / 2).sum())
+    if kl.sum() >= limit.mean_kl * step.policy.sum() and count <= max(1, limit.tokens * step.N):
+        chosen = torch.zeros_like(step.policy)
+        chosen[order[:count]] = True
+        share, mean = float(kl[chosen].sum() / kl.sum()), float(kl.sum() / step.policy.sum())
+        tokens = "1 token has" if count == 1 else f"{count} tokens have"
+        text = (
+            f"{tokens} {share:.0%} of the KL, whose mean over the step is {mean:.2g} nats (limit "
+            f"{limit.mean_kl:g}); the reference finds them far likelier than the policy; KL"
+        )
+        yield from step.cause("kl", share, chosen, step["kl"], text)
 
 
 def _ratio(step: _Step) -> Iterator[Cause]:

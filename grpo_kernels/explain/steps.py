@@ -12,7 +12,7 @@ from .explanation import Explanation
 
 # Smallest values that count as a spike: a KL of 1e-5 that becomes 1e-4 is no news.
 SPIKES = {"grad_norm": 0.0, "kl": 0.01}
-FIRST, WINDOW = 5, 100  # steps seen before one can be a spike; steps it is compared with
+FIRST, WINDOW = 5, 100  # steps before one can be a spike; steps that it is compared with
 
 
 class ExplainedSteps:
@@ -21,12 +21,13 @@ class ExplainedSteps:
     Args:
         folder: of the run; pages are `explanations/step-000012.html`, with a `.jsonl` beside each.
         every: number of steps between explanations; 0: only spikes.
-        factor: how far above the largest of the last 100 steps a spike is; 0: no spike is told.
+        factor: a spike is above all of the last 100 steps, and so many times their median; 0: no
+            step is one.
         most: the largest number of spikes explained in a run.
     """
 
     def __init__(
-        self, folder: str | Path, *, every: int = 0, factor: float = 3.0, most: int = 5
+        self, folder: str | Path, *, every: int = 0, factor: float = 5.0, most: int = 5
     ) -> None:
         for name, x, least in (("every", every, 0), ("factor", factor, 0), ("most", most, 0)):
             if not least <= x < math.inf:
@@ -49,7 +50,7 @@ class ExplainedSteps:
             if len(seen) >= FIRST and self.factor:
                 if not math.isfinite(x):
                     spikes.append(f"{name} is {x}")
-                elif x > max(least, self.factor * max(seen)):
+                elif x > max(least, self.factor * median(seen), *seen):
                     spikes.append(f"{name} is {x:.3g}, the median so far {median(seen):.3g}")
             if math.isfinite(x):
                 seen.append(x)

@@ -41,7 +41,7 @@ class ExplainCallback(TrainerCallback):
     """
 
     def __init__(
-        self, trainer: Any, *, folder: str | None = None, every: int = 0, factor: float = 3.0,
+        self, trainer: Any, *, folder: str | None = None, every: int = 0, factor: float = 5.0,
         most: int = 5,
     ) -> None:  # fmt: skip
         if not hasattr(trainer, "_explainer"):
