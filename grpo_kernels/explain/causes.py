@@ -222,10 +222,14 @@ def _kl(step: _Step) -> Iterator[Cause]:
 
 def _kl_of_few(step: _Step) -> Iterator[Cause]:
     """The KL as a metric: one e^d of k3 can be most of it, and little of the loss."""
-    kl, limit = step["kl"].abs().nan_to_num(), step.limit
+    kl, limit = step["kl"].abs().nan_to_num(0.0), step.limit
     order = kl.argsort(descending=True)
     count = 1 + int((kl[order].cumsum(0) < kl.sum() / 2).sum())
-    if kl.sum() >= limit.mean_kl * step.policy.sum() and count <= max(1, limit.tokens * step.N):
+    if (
+        step.policy.any()
+        and kl.sum() >= limit.mean_kl * step.policy.sum()
+        and count <= max(1, limit.tokens * step.N)
+    ):
         chosen = torch.zeros_like(step.policy)
         chosen[order[:count]] = True
         share, mean = float(kl[chosen].sum() / kl.sum()), float(kl.sum() / step.policy.sum())
