@@ -1,6 +1,7 @@
 """Faults of what a run is given: reward functions, rollouts, gradients, checkpoints, folders."""
 
 import contextlib
+import json
 import math
 import os
 import resource
@@ -267,7 +268,7 @@ def test_what_is_half_written_or_half_deleted_is_no_checkpoint(tiny_model, tmp_p
     assert not list(config.folder.rglob("model.safetensors"))
 
 
-def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
+def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path, capsys):
     config = config_of(tiny_model, tmp_path)
     trainer_of(config).train()
     for begin in (trainer_of, lambda config: load_model(replace(config, model="not there"))):
@@ -281,8 +282,13 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
     with pytest.raises(ValueError, match=r"model: was .*; trainable: was None, is 'layers'"):
         load_model(changed)
     assert (config.folder / "config.json").read_text() == before
+    state = checkpoint.latest(config.folder) / "state.json"
+    known = json.loads(state.read_text())
+    known["config"]["precision"] = "no"  # an option that is gone
+    state.write_text(json.dumps(known))
     trainer_of(replace(config, resume=True, steps=3)).train()
     assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
+    assert "no longer exist are left out: precision='no'" in capsys.readouterr().out
     config = replace(config, steps=3, schedule="linear")
     state = {"config": config.as_json(), "processes": 1, "fingerprint": {}}
     checkpoint.check_options(state, config)

@@ -154,6 +154,9 @@ class Run:
             state = checkpoint.state_of(path)
             fingerprint = ranks.reduce(self.accelerator, self.fingerprint, itemgetter(0))
             checkpoint.check_same(state, self.accelerator.num_processes, fingerprint)
+            if gone := sorted(state["config"].keys() - config.as_json().keys()):
+                values = ", ".join(f"{name}={state['config'][name]!r}" for name in gone)
+                self.warn(f"options of the checkpoint that no longer exist are left out: {values}")
             self._restore(state)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
