@@ -82,7 +82,7 @@ compile-report: .venv/installed ## every kernel compiled for GPUs that are not t
 	$(RUN) -m benchmarks.compile_report $(ARGS)
 
 api: .venv/installed ## pages of every public name, in build/api
-	$(RUN) -m pdoc --docformat google --no-show-source -o build/api grpo_kernels $(addprefix grpo_kernels.,loss.losses loss.tokens reference training $(addprefix integrations.,transformers generation trl liger verl vllm))
+	$(RUN) -m pdoc --docformat google --no-show-source -o build/api grpo_kernels $(addprefix grpo_kernels.,explain loss.losses loss.tokens reference training $(addprefix integrations.,transformers generation trl liger verl vllm))
 
 # The model comes inside a package whose own dependencies (a command line, a C++ build) are not
 # needed to read it.
