@@ -16,7 +16,7 @@ from grpo_kernels import (
     linear_logprobs,
     reference,
 )
-from grpo_kernels.explain import Thresholds, explain
+from grpo_kernels.explain import Thresholds, explain, join
 from tests.helpers.batches import (
     OBJECTIVES,
     config,
@@ -239,6 +239,25 @@ def test_groups_in_any_order():
     assert [group["sequences"] for group in explanation.groups] == [[0, 2, 5], [1, 3], [4]]
 
 
+def test_rewards_that_are_not_finite():
+    """An infinite one has no spread; a missing one does not count."""
+    rewards = [math.inf, 0.0, 1.0, math.nan, 2.0, 4.0]
+    first, second = explain(**arguments(rewards=rewards)).groups
+    assert first["reward"] == math.inf and math.isnan(first["reward_std"])
+    assert (second["reward"], second["reward_std"]) == (3.0, 1.0)
+
+
+def test_calls_that_do_not_join():
+    part = explain(**arguments())
+    with pytest.raises(ValueError, match="parts: expected one explanation at least; got none"):
+        join([])
+    with pytest.raises(ValueError, match="scales: expected 2, one for each part; got 1"):
+        join([part, part], [1.0])
+    other = explain(**arguments(next_logps=batch_of("padded").old_logps))
+    with pytest.raises(ValueError, match=r"parts\[1\]: expected the columns of parts\[0\]"):
+        join([part, other])
+
+
 def test_what_came_beside_the_call():
     batch = batch_of("padded")
     d_hidden = torch.rand(6, 11, 5, dtype=torch.float64)
@@ -288,9 +307,12 @@ def test_a_cause_shows_its_tokens():
     cause = explanation.causes[0]
     assert (cause.name, cause.tokens) == ("ratio", [(1, 7)]) and "dual_clip" in cause.remedy
     assert r"sequence 1 token 7 '\x1b[2Jcccccccccccccccc' 148" in cause.text
-    assert "limit 5%" in cause.text and f"{cause.share:.1%} beyond" in cause.text
+    assert "limit 5%" in cause.text and f"{cause.share:.1%} more than" in cause.text
     shown = str(explanation).splitlines()
-    assert shown[0].startswith(" 59%  ratio: 1 tokens") and max(map(len, shown)) <= 100
+    assert (
+        shown[0].startswith(" 59%  ratio: the ratio of 1 token is above 2")
+        and max(map(len, shown)) <= 100
+    )
 
 
 REFUSED = {
@@ -300,6 +322,8 @@ REFUSED = {
     "without a reference": ({"ref_logps": None}, ValueError, "ref_logps: expected the reference"),
     "groups": ({"groups": 4}, ValueError,
                "groups: expected a divisor of the number of sequences, 6; got 4"),
+    "config": ({"config": {}}, TypeError, "config: expected a GRPOLossConfig; got dict"),
+    "texts as rewards": ({"rewards": ["a"] * 6}, TypeError, "rewards: expected numbers; got 'a'"),
     "group ids": ({"groups": [1, 2]}, ValueError,
                   "groups: expected one for each of 6 sequences; got shape \\[2\\]"),
     "float ids": ({"groups": torch.ones(6)}, TypeError, "groups: expected whole numbers"),

@@ -74,14 +74,14 @@ class Step:
         return chosen.view(self.B, T)
 
     def explain(self):
-        mask, advantages = self.mask, group_advantages(self.rewards, G)
+        mask, known = self.mask, {"groups": G, "truncated": self.truncated, **self.known}
+        advantages = known.pop("advantages", group_advantages(self.rewards, G))
         names = ("old_logps", "ref_logps", "sampling_logps")
         tensors = {x: getattr(self, x).masked_fill(~mask, math.nan) for x in names}
         loss = config(**{"beta": 0.04, **self.options})
         logps = self.logps.masked_fill(~mask, math.inf)
         entropy = self.entropy.masked_fill(~mask, -math.inf)
         out = grpo_loss(logps, advantages, mask, entropy=entropy, config=loss, **tensors)
-        known = {"groups": G, "truncated": self.truncated, **self.known}
         return explain(out, self.targets, advantages, mask, config=loss, **tensors, **known)
 
 
@@ -164,6 +164,18 @@ def hotter(step):
         setattr(step, name, step.logps + step.noise(0.02))
 
 
+def colder(step):
+    step.targets, step.logps, step.entropy = samples(step.seed, step.B, 0.5)
+    for name in ("old_logps", "ref_logps", "sampling_logps"):
+        setattr(step, name, step.logps + step.noise(0.02))
+
+
+def large_reward(step):
+    """Advantages that nothing scales, and no group is known."""
+    step.known |= {"groups": None, "advantages": group_advantages(step.rewards, G)}
+    step.lengths[20], step.known["advantages"][20] = 300, 40.0
+
+
 def prompt_in_mask(step):
     """Fifteen tokens of a template in a quarter of the sequences."""
     at = torch.zeros(step.B, T, dtype=torch.bool)
@@ -243,6 +255,7 @@ PLANTED = {
     long: "length", group: "group",
     sampler_ends: "sampler", sampler_everywhere: "sampler", sampler_after_a_tool: "sampler",
     sampler_of_rare_ids: "sampler", shifted: "unsampled", hotter: "unsampled",
+    colder: "unsampled", large_reward: "advantage",
     prompt_in_mask: "unsampled", banned: "unsampled", collapse: "entropy", truncated: "truncated",
     learning_rate: "learning_rate", drift: "learning_rate", single_token: "token",
     importance_weights: "importance_weight", importance_cap: "importance_weight",
@@ -293,22 +306,26 @@ def test_a_clean_step_has_no_cause(seed, options):
     ids=lambda plants: "-".join(x.__name__ for x in plants),
 )  # fmt: skip
 def test_two_causes_are_both_named(plants, seed):
-    """The one with the larger share first."""
+    """The one with the larger share first, truncated completions last."""
     step = Step(seed)
     for plant in plants:
         plant(step)
     causes = step.explain().causes
     assert {PLANTED[plant] for plant in plants} <= {x.name for x in causes}
-    assert [x.share for x in causes] == sorted((x.share for x in causes), reverse=True)
+    shares = [x.share for x in causes if x.name != "truncated"]
+    assert shares == sorted(shares, reverse=True)
+    assert "truncated" not in [x.name for x in causes[:-1]]
 
 
 WHERE = {
     sampler_ends: "at the ends of completions", sampler_everywhere: "all over",
     sampler_after_a_tool: "right after a gap in the mask", sampler_of_rare_ids: "at ids seen once",
-    shifted: "probably shifted by one", prompt_in_mask: "of a prompt, a template or a tool",
-    importance_cap: "up to 20 (the same for several)", importance_weights: "masks drop",
+    shifted: "probably shifted by one", colder: "sampled at a lower temperature",
+    prompt_in_mask: "text of a prompt, a template or a tool",
+    importance_cap: "for several the largest, 20", importance_weights: "masks drop",
     learning_rate: "moved log-probs by 0.48 nats", drift: "half of all log-probs",
-    short: "5 short sequences", long: "1 sequences of over 5 times", group: "sequence 37, the only",
+    short: "tokens of 5 short sequences weigh", long: "the length of 1 sequence is over 5 times",
+    group: "the reward of sequence 37 differs",
 }  # fmt: skip
 
 
@@ -372,8 +389,8 @@ def test_all_completions_truncated():
     step = Step(0)
     step.truncated[:] = True
     cause = step.explain().causes[0]
-    assert cause.name == "truncated" and "have 100% of the gradient" in cause.text
-    assert cause.share == pytest.approx(0, abs=1e-6)
+    assert cause.name == "truncated" and "in 64 truncated completions is 100%" in cause.text
+    assert cause.share == pytest.approx(1)
 
 
 @pytest.mark.parametrize("plant", (ratio, shifted, hotter, learning_rate), ids=lambda x: x.__name__)

@@ -2,8 +2,8 @@
 
 A cause that single tokens carry has the share of the gradient that they have beyond what as many
 average tokens would have; its tokens count in none of the next such causes. A cause of the whole
-step has the share of the tokens, or of the nats, that show it. So shares do not add up to 1, and
-truncated completions, which may be all there are, come last where they do as others do.
+step has the share of the tokens, of the nats or of the gradient, that shows it. So shares do not
+add up to 1. Truncated completions come last: a limit on the length cuts many in calm steps too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _REMEDIES = {
     "loss_type; verl: loss_agg_mode)",
     "group": "scale_rewards='none' or 'batch' (verl: norm_adv_by_std_in_grpo=False), larger "
     "groups, prompts that are neither too easy nor too hard",
+    "advantage": "scale_rewards='group' or 'batch' divides by the spread of rewards (TRL: "
+    "scale_rewards; verl: norm_adv_by_std_in_grpo); bound what a reward function returns",
     "truncated": "mask_truncated_completions, a larger max_completion_length (TRL has both; verl: "
     "overlong_buffer)",
     "token": "max_grad_norm bounds what it does; look whether its advantage is deserved",
@@ -56,7 +58,8 @@ class Thresholds:
 
     Args:
         share: share of the gradient that tokens carry beyond that of as many average tokens.
-        times: size of a token, in those of an average one, from which on it may stand out.
+        times: size of a token, in those of an average one, from which on it may stand out; of an
+            advantage, in the median one.
         ratio: ratio of policy to old policy.
         kl: share of the KL in the absolute loss of all tokens.
         mean_kl: mean KL, in nats, from which on tokens that have half of it are named.
@@ -105,15 +108,18 @@ class Thresholds:
 
 
 def rank(explanation: Explanation, thresholds: Thresholds = Thresholds()) -> list[Cause]:
-    """The causes that the columns of an explanation show, the largest share of the step first."""
+    """The causes that the columns of an explanation show, the largest share of the step first.
+
+    Truncated completions come last.
+    """
     step = _Step(explanation, thresholds)
     # Those that take tokens from the next come first.
     every = (
-        _not_finite, _kl, _ratio, _importance_weight, _length, _group, _token, _sampler, _unsampled,
-        _entropy, _clipped, _learning_rate, _truncated,
+        _not_finite, _kl, _ratio, _importance_weight, _advantage, _length, _group, _token, _sampler,
+        _unsampled, _entropy, _clipped, _learning_rate, _truncated,
     )  # fmt: skip
     causes = [cause for find in every for cause in find(step)] if step.N else []
-    return sorted(causes, key=lambda cause: -cause.share)
+    return sorted(causes, key=lambda cause: (cause.name == "truncated", -cause.share))
 
 
 class _Step:
@@ -180,10 +186,15 @@ class _Step:
         if share >= least:
             yield from self.cause(
                 name, share, chosen, size,
-                f"{text} {float(self.part[chosen].sum()):.1%} of the gradient, {share:.1%} beyond "
-                f"as many average tokens (limit {least:.0%})",
+                f"{text}; the share of the gradient there is {float(self.part[chosen].sum()):.1%}, "
+                f"{share:.1%} more than that of as many average tokens (limit {least:.0%})",
             )  # fmt: skip
             self.take(chosen)
+
+
+def _count(chosen: Tensor, word: str = "token") -> str:
+    count = int(chosen.sum())
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def _not_finite(step: _Step) -> Iterator[Cause]:
@@ -191,7 +202,7 @@ def _not_finite(step: _Step) -> Iterator[Cause]:
     for name in {"gradient", "loss"} & step.explanation.columns.keys():
         chosen |= ~step[name].isfinite()
     if chosen.any():
-        text = f"{int(chosen.sum())} tokens have a loss or gradient that is not finite; log-probs"
+        text = f"the loss or gradient of {_count(chosen)} is NaN or infinite; log-probs"
         yield from step.cause("not_finite", 1.0, chosen, step["logp"], text)
         step.take(chosen)
 
@@ -208,13 +219,17 @@ def _kl(step: _Step) -> Iterator[Cause]:
         broad = float(term.sum() / step["loss"].abs().sum())
     if share >= limit.share:
         text = (
-            f"{int(chosen.sum())} tokens, whose KL term is larger than their policy term, have "
-            f"{share:.1%} of loss or gradient beyond average tokens (limit {limit.share:.0%}); KL"
+            f"the KL term outweighs the policy term at {_count(chosen)}; the share of the loss or "
+            f"gradient there is {share:.1%} more than that of as many average tokens (limit "
+            f"{limit.share:.0%}); KL"
         )
         yield from step.cause("kl", share, chosen, step["kl"], text)
         step.take(chosen)
     elif broad >= limit.kl:
-        text = f"the KL is {broad:.0%} of the absolute loss (limit {limit.kl:.0%}), all over; KL"
+        text = (
+            f"the KL term is {broad:.0%} of the absolute loss (limit {limit.kl:.0%}), spread over "
+            "many tokens; KL"
+        )
         yield from step.cause("kl", broad, term > 0, step["kl"], text)
     else:
         yield from _kl_of_few(step)
@@ -244,24 +259,24 @@ def _kl_of_few(step: _Step) -> Iterator[Cause]:
 def _ratio(step: _Step) -> Iterator[Cause]:
     chosen = (step["ratio"] > step.limit.ratio) & (step["clip"].nan_to_num() == 0)
     chosen &= step.part > 0
-    text = f"{int(chosen.sum())} tokens of a ratio above {step.limit.ratio:g}, which no clip bounds, have"  # noqa: E501
+    text = f"the ratio of {_count(chosen)} is above {step.limit.ratio:g}, and no clip bounds it"
     yield from step.carried("ratio", chosen, step["ratio"], text)
 
 
 def _importance_weight(step: _Step) -> Iterator[Cause]:
     weight, dropped, limit = step["importance_weight"], step["dropped"] == 1, step.limit
     large = (weight > limit.weight) & ~dropped
-    text = f"{int(large.sum())} tokens of an importance weight above {limit.weight:g} have"
+    text = f"the importance weight of {_count(large)} is above {limit.weight:g}"
     if large.any() and (large & (weight == weight[large].max())).sum() > 1:
-        text = text.replace("above", f"up to {weight[large].max():g} (the same for several), above")
+        text += f", and for several the largest, {weight[large].max():g}"
     yield from step.carried("importance_weight", large, weight, text)
     # A sequence without any token left is one that the off-policy mask took.
     whole = step.sums(dropped) == step.sums(step.policy)
     dropped &= (weight == 0) | (whole[step.sequence] & (step["advantage"] < 0))
     if (share := step.share(dropped)) >= limit.dropped:
         text = (
-            f"masks drop {share:.0%} of the tokens (limit {limit.dropped:.0%}), as the sampler's "
-            "log-probs are too far from the policy's; differences in nats"
+            f"masks drop {share:.0%} of the tokens (limit {limit.dropped:.0%}), because the "
+            "sampler's log-probs are too far from the policy's; differences in nats"
         )
         yield from step.cause("importance_weight", share, dropped, step["sampler_gap"], text)
 
@@ -270,17 +285,17 @@ def _length(step: _Step) -> Iterator[Cause]:
     weight, limit, count = step["weight"], step.limit, step.sums(step.policy)
     heavy = weight > limit.length * weight[step.policy].mean()
     text = (
-        f"{int((step.sums(heavy) > 0).sum())} short sequences, whose tokens weigh over "
-        f"{limit.length:g} times the average one, have"
+        f"the tokens of {_count(step.sums(heavy) > 0, 'short sequence')} weigh over "
+        f"{limit.length:g} times as much as the average token"
     )
     yield from step.carried("length", heavy, weight, text)
     long = count > limit.long * count[count > 0].mean()
     share = float(step.sums(step.part)[long].sum() - long.sum() / step.B)
     if share >= limit.sequence:
         text = (
-            f"{int(long.sum())} sequences of over {limit.long:g} times the average length have "
-            f"{share:.0%} of the gradient beyond average sequences (limit {limit.sequence:.0%})"
-            "; tokens"
+            f"the length of {_count(long, 'sequence')} is over {limit.long:g} times the average; "
+            f"the share of the gradient there is {share:.0%} more than that of as many average "
+            f"sequences (limit {limit.sequence:.0%}); lengths in tokens"
         )
         tokens = long[step.sequence]
         yield from step.cause("length", share, tokens, count[step.sequence], text)
@@ -300,17 +315,28 @@ def _group(step: _Step) -> Iterator[Cause]:
         if odd.any():
             b = int(ids[odd][0])
             text = (
-                f"sequence {b}, the only one of {G} in group {group['group']} with another reward, "
-                f"has (advantage {advantages[b]:+.2f}, at most {(G - 1) / G**0.5:.2f} by its std)"
+                f"the reward of sequence {b} differs from those of the {G - 1} others of group "
+                f"{group['group']}, so that its advantage is {advantages[b]:+.2f}"
             )
             chosen = (step.sequence == b) & (step.part > 0)
             yield from step.carried("group", chosen, step.part, text, step.limit.sequence)
 
 
+def _advantage(step: _Step) -> Iterator[Cause]:
+    size, limit = step["advantage"].abs(), step.limit
+    usual = float(size[size > 0].median()) if (size > 0).any() else torch.inf
+    chosen = size > limit.times * usual
+    text = (
+        f"the advantage of {_count(step.sums(chosen) > 0, 'sequence')} is over {limit.times:g} "
+        f"times the median one, {usual:.2g}"
+    )
+    yield from step.carried("advantage", chosen, step["advantage"], text)
+
+
 def _token(step: _Step) -> Iterator[Cause]:
     least = max(step.limit.share + 1 / step.N, step.limit.times / step.N)
     if (chosen := step.part >= least).any():
-        text = f"{int(chosen.sum())} tokens that no other cause explains have"
+        text = f"no other cause explains the gradient of {_count(chosen)}"
         yield from step.carried("token", chosen, step.part, text)
 
 
@@ -342,9 +368,9 @@ def _sampler(step: _Step) -> Iterator[Cause]:
     share = max(step.share(off), float(step.part[off].sum()))
     if median >= limit.median_gap or which or share >= limit.tokens:
         text = (
-            f"{int(off.sum())} of {int(scored.sum())} log-probs of the sampler are not the "
-            f"policy's, {where} (limits: {limit.gap:g} nats, or {limit.median_gap:g} in the median,"
-            f" which is {median:.2g}); differences"
+            f"the sampler's log-probs differ from the policy's at {int(off.sum())} of "
+            f"{_count(scored)}, {where}; the median difference is {median:.2g} nats (limit "
+            f"{limit.median_gap:g}; {limit.gap:g} for a single token); differences in nats"
         )
         yield from step.cause("sampler", share, off, step["sampler_gap"], text)
 
@@ -359,22 +385,25 @@ def _unsampled(step: _Step) -> Iterator[Cause]:
     far = known & (surprise > limit.surprise)
     rest = surprise[known & ~far]
     mean, error = float(rest.mean()), float(rest.std() / len(rest) ** 0.5)
-    if mean > limit.mean_surprise and mean > 5 * error:  # without the few that are far
-        mean = float(surprise[known].mean())
-        share = mean / float(-sampled[known].mean())
+    if abs(mean) > limit.mean_surprise and abs(mean) > 5 * error:  # without the few that are far
+        mean = float(surprise[known].mean()) if mean > 0 else mean
+        share = abs(mean) / max(float(-sampled[known].mean()), float(step["entropy"][known].mean()))
+        side, why = ("above", "targets are probably shifted by one, or were sampled at a higher")
+        if mean < 0:
+            side, why = "below", "tokens were probably sampled at a lower"
         text = (
-            f"-log p is {mean:.2f} nats above the entropy in the mean (limit "
-            f"{limit.mean_surprise:g}), and would be equal for samples of the policy: targets are "
-            "probably shifted by one, or sampled at another temperature; -log p less entropy"
+            f"the mean of -log p is {abs(mean):.2f} nats {side} the mean entropy (limit "
+            f"{limit.mean_surprise:g}), but samples of the policy have the same: {why} temperature "
+            "than the loss has; -log p less entropy"
         )
         yield from step.cause("unsampled", share, known, surprise, text)
         return
     share = max(step.share(far), float(step.part[far].sum()))
     if share >= limit.tokens or (surprise[known] > 2 * limit.surprise).any():
         text = (
-            f"{int(far.sum())} tokens that the policy can hardly have sampled, over "
-            f"{limit.surprise:g} nats below what its entropy allows: of a prompt, a template or a "
-            "tool in the mask, or banned ids; -log p less entropy"
+            f"the policy can hardly have sampled {_count(far)}: -log p is over {limit.surprise:g} "
+            "nats above the entropy there, as in text of a prompt, a template or a tool, in "
+            "padding or at banned ids that the mask counts; -log p less entropy"
         )
         yield from step.cause("unsampled", share, far, surprise, text)
 
@@ -385,7 +414,8 @@ def _entropy(step: _Step) -> Iterator[Cause]:
         low = step.policy & (entropy < step.limit.entropy)
         text = (
             f"the mean entropy is {mean:.2g} nats (limit {step.limit.entropy:g}), and "
-            f"{step.share(low):.0%} of the tokens are below: all samples will be alike; the highest"
+            f"{step.share(low):.0%} of the tokens are below it: completions of a prompt will be "
+            "alike; highest entropies"
         )
         yield from step.cause("entropy", step.share(low), step.policy, entropy, text)
 
@@ -397,15 +427,15 @@ def _learning_rate(step: _Step) -> Iterator[Cause]:
         text = f"the step moved log-probs by {mean:.2g} nats in the mean (limit {limit:g})"
         size, by = step["moved"], moved
     elif (median := float(drift.median())) >= limit:
-        text = f"half of all log-probs are {median:.2g} nats and more from the old policy's (limit "
-        text += f"{limit:g}), which is no matter of single tokens"
+        text = f"half of all log-probs are {median:.2g} nats or more from the old policy's (limit "
+        text += f"{limit:g})"
         size, by = step["log_ratio"], drift
     else:
         return
     far = step.policy & (size.abs() > limit)
     # The part of the movement that is beyond the limit.
     share = float((by - limit).clamp(min=0).sum() / by.sum())
-    yield from step.cause("learning_rate", share, far, size, f"{text}; by")
+    yield from step.cause("learning_rate", share, far, size, f"{text}; changes in nats")
 
 
 def _clipped(step: _Step) -> Iterator[Cause]:
@@ -415,8 +445,8 @@ def _clipped(step: _Step) -> Iterator[Cause]:
     share = float(chosen.sum() / (usual > 0).sum().clamp(min=1))
     if share >= (limit := step.limit.clipped):
         text = (
-            f"{share:.0%} of the tokens with an advantage are clipped (limit {limit:.0%}), and "
-            "have no gradient by it; ratios"
+            f"a clip takes the gradient from {share:.0%} of the tokens with an advantage (limit "
+            f"{limit:.0%}); ratios"
         )
         yield from step.cause("clipped", share, chosen, step["ratio"], text)
 
@@ -424,9 +454,9 @@ def _clipped(step: _Step) -> Iterator[Cause]:
 def _truncated(step: _Step) -> Iterator[Cause]:
     chosen = (step.fact("truncated") == 1)[step.sequence]
     if (carried := float(step.part[chosen].sum())) >= step.limit.truncated:
-        count, share = len(step.sequence[chosen].unique()), max(step.excess(chosen), 0.0)
+        count = _count(step.sums(chosen) > 0, "truncated completion")
         text = (
-            f"{count} truncated completions have {carried:.0%} of the gradient (limit "
-            f"{step.limit.truncated:.0%}), {share:.1%} beyond as many average tokens; shares"
+            f"the share of the gradient in {count} is {carried:.0%} (limit "
+            f"{step.limit.truncated:.0%}); shares of tokens"
         )
-        yield from step.cause("truncated", share, chosen, step.part, text)
+        yield from step.cause("truncated", carried, chosen, step.part, text)

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -111,8 +110,12 @@ def group_sums(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for group, ids in members.items():
         rows = [sequences[i] for i in ids]
         known = {x: [row.get(x, math.nan) for row in rows] for x in SHARES}
-        sums = {x: math.fsum(values) for x, values in known.items() if x in rows[0]}
-        rewards = [row["reward"] for row in rows if not math.isnan(row.get("reward", math.nan))]
-        mean = {"reward": fmean(rewards), "reward_std": pstdev(rewards)} if rewards else {}
+        sums = {x: sum(values) for x, values in known.items() if x in rows[0]}
+        rewards = torch.tensor([row.get("reward", math.nan) for row in rows], dtype=torch.float64)
+        rewards = rewards[~rewards.isnan()]
+        mean = {}
+        if len(rewards):  # of an infinite reward the spread is NaN
+            spread = rewards.std(correction=0)
+            mean = {"reward": rewards.mean().item(), "reward_std": spread.item()}
         groups.append({"group": group, "sequences": ids, **sums, **mean})
     return groups

@@ -113,6 +113,8 @@ def explain(
     """
     if not isinstance(out, GRPOLossOutput):
         raise TypeError(f"out: expected a GRPOLossOutput; got {type(out).__name__}")
+    if not isinstance(config, GRPOLossConfig):
+        raise TypeError(f"config: expected a GRPOLossConfig; got {type(config).__name__}")
     checks = ValueChecks()
     layout = Layout.of("out.logps", check_tensor("out.logps", out.logps), cu_seqlens, checks)
     reference = out.kl if config.exact_kl else out.ref_logps
@@ -179,10 +181,20 @@ def join(parts: Sequence[Explanation], scales: Sequence[float] | None = None) ->
 
     Args:
         parts: the calls, one at least, with columns of the same names. Sequences of one group id
-            are one group.
+            are one group, so pass `groups` as ids that no two prompts share, not as a number.
         scales: factor of each call's loss in the step's, 1 / number of calls say; None: 1.
     """
+    if not parts:
+        raise ValueError("parts: expected one explanation at least; got none")
     factors = [1.0] * len(parts) if scales is None else scales
+    if len(factors) != len(parts):
+        raise ValueError(f"scales: expected {len(parts)}, one for each part; got {len(factors)}")
+    for i, part in enumerate(parts):
+        if part.columns.keys() != parts[0].columns.keys():
+            raise ValueError(
+                f"parts[{i}]: expected the columns of parts[0], {[*parts[0].columns]}; "
+                f"got {[*part.columns]}"
+            )
     columns = {
         name: torch.cat([
             part.columns[name] * (factor if name in _SCALED else 1.0)
@@ -302,6 +314,11 @@ def _sequences(
         if x is not None:
             argument = {"reward": "rewards", "prompt": "prompts"}.get(name, name)
             facts[name] = _per_sequence(argument, x, len(lengths))
+    for x in facts.get("reward", []):
+        if x is not None and not isinstance(x, (int, float)):
+            raise TypeError(f"rewards: expected numbers; got {x!r}")
+    if "truncated" in facts:
+        facts["truncated"] = [None if x is None else bool(x) for x in facts["truncated"]]
     return [
         {name: x[i] for name, x in facts.items() if x[i] is not None or name == "group"}
         for i in range(len(lengths))
