@@ -251,7 +251,7 @@ def _kl_of_few(step: _Step) -> Iterator[Cause]:
         tokens = "1 token has" if count == 1 else f"{count} tokens have"
         text = (
             f"{tokens} {share:.0%} of the KL, whose mean over the step is {mean:.2g} nats (limit "
-            f"{limit.mean_kl:g}); the reference finds them far likelier than the policy; KL"
+            f"{limit.mean_kl:g}); KL in nats"
         )
         yield from step.cause("kl", share, chosen, step["kl"], text)
 

@@ -66,9 +66,5 @@ class ExplainedSteps:
         page = folder / f"step-{step:06d}.html"
         explanation.write(page)
         explanation.write(page.with_suffix(".jsonl"))
-        first = (
-            f"{explanation.causes[0].name}: {explanation.causes[0].text}; "
-            if (explanation.causes)
-            else ""
-        )
+        first = "".join(f"{cause.name}: {cause.text}; " for cause in explanation.causes[:1])
         return f"step {step} explained ({why}): {first}see {page}"
