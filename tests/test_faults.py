@@ -318,7 +318,7 @@ def test_an_option_that_a_checkpoint_does_not_know_was_at_its_default():
     state = {"config": {**before, "an_option_that_is_gone": 1}}
     checkpoint.check_options(state, config)
     for name, value in (("min_p", 0.1), ("loss_options", {"epsilon": 0.1}), ("chat", True)):
-        with pytest.raises(ValueError, match=f"got others: {name}: was .*, is .*{value}"):
+        with pytest.raises(ValueError, match=f"got different ones: {name}: was .*, is .*{value}"):
             checkpoint.check_options(state, replace(config, **{name: value}))
 
 
@@ -365,7 +365,7 @@ def test_a_fingerprint_names_what_has_changed(change, names, tiny_model):
     before, now = fingerprint_of(tiny_model), fingerprint_of(tiny_model, **change)
     state = {"processes": 1, "fingerprint": before}
     told = [f"{name}: was .*sha256 [0-9a-f]{{12}}, is .*sha256 [0-9a-f]{{12}}" for name in names]
-    message = f"expected the problems and the models .*; got others: {'; '.join(told)}$"
+    message = f"expected the problems and models .*; got different ones: {'; '.join(told)}$"
     with pytest.raises(ValueError, match=message) if names else contextlib.nullcontext():
         checkpoint.check_same(state, 1, now)
 
@@ -385,7 +385,7 @@ def test_weights_of_others_are_taken_where_the_checkpoint_has_all(
     model, tokenizer = load_model(config)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
-    message = "got others: weights of the model: was"
+    message = "got different ones: weights of the model: was"
     with pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext():
         trainer_of(config, model, tokenizer).train()
     assert len(rows_of(config.folder)) == 2 - refused
@@ -401,7 +401,7 @@ def test_another_reference_is_refused_when_a_run_goes_on(tiny_model, tmp_path):
     with torch.no_grad():
         other.model.norm.weight.mul_(1.5)
     other.save_pretrained(folder)
-    with pytest.raises(ValueError, match="got others: weights of the reference: was"):
+    with pytest.raises(ValueError, match="got different ones: weights of the reference: was"):
         trainer_of(config).train()
     # The model's own are in the checkpoint.
     with torch.no_grad():
