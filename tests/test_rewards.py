@@ -144,7 +144,7 @@ def test_parameters_that_are_no_keywords_are_named(function, lacking):
     message = f"function f: its parameters {lacking} are not among the keywords .* prompts.* answer"
     with pytest.raises(ValueError, match=message):
         check_rewards(functions, [{"prompt": "a", "answer": "1"}], "train")
-    with pytest.raises(rewards.RewardError, match=f"parameters {lacking} are none"):
+    with pytest.raises(rewards.RewardError, match=f"parameters {lacking} are not"):
         reward_table(functions, [{"prompt": "a"}], ["x"])
     # Where it judges nothing, it lacks nothing.
     check_rewards([*functions, *functions_of(g=lambda completions: completions)],

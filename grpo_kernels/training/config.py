@@ -208,8 +208,9 @@ class TrainingConfig(GRPOLossConfig):
         known = sorted(x.name for x in fields(kind)) if is_dataclass(kind) else list[str]()
         if not set(options) <= set(known):
             raise ValueError(
-                f"loss_options: expected options of "
-                f"{kind.__name__} ({', '.join(known) or 'none'}); got {', '.join(sorted(set(options) - set(known)))}"
+                "loss_options: expected options of "
+                f"{kind.__name__} ({', '.join(known) or 'none'}); got "
+                f"{', '.join(sorted(set(options) - set(known)))}"
             )
         loss = kind(**{**preset, **options})
         if not isinstance(loss, Loss):

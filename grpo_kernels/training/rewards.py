@@ -242,8 +242,8 @@ def _keywords(reward: RewardFunction, offered: Sequence[str] | Mapping[str, Any]
     if lacking:
         raise RewardError(
             f"reward function {reward.label}: its parameters {', '.join(lacking)} are not among "
-            f"the keywords that it is called with: {', '.join(offered)}. Rename them, add the columns "
-            "to the problems, or accept **columns"
+            f"the keywords that it is called with: {', '.join(offered)}. Rename them, add the "
+            "columns to the problems, or accept **columns"
         )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return [key for key in offered if takes_all or key in by_name]
