@@ -275,7 +275,8 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
     trainer_of(config).train()
     for begin in (trainer_of, lambda config: load_model(replace(config, model="not there"))):
         with pytest.raises(
-            FileExistsError, match=r"output: expected a folder without a run; got .*/t, whose"
+            FileExistsError,
+            match=r"output: expected a folder without a run; got .*/t, which has one",
         ):
             begin(config)
     assert config.in_new_folder().folder == tmp_path / "t-2"
@@ -300,7 +301,7 @@ def test_a_run_without_checkpoints_is_not_replaced(trained, tiny_model, tmp_path
     config = config_of(tiny_model, tmp_path, save_every=-1, **trained)
     before = sorted(trainer_of(config).train().rglob("*"))
     with pytest.raises(
-        FileExistsError, match=r"output: expected a folder without a run; got .*/t, whose"
+        FileExistsError, match=r"output: expected a folder without a run; got .*/t, which has one"
     ):
         trainer_of(config)
     again = replace(config, resume=True)
