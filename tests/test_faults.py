@@ -290,7 +290,7 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
     config = replace(config, steps=3, schedule="linear")
     state = {"config": config.as_json(), "processes": 1, "fingerprint": {}}
     checkpoint.check_options(state, config)
-    with pytest.raises(ValueError, match="steps: expected 3, on which schedule = 'linear'"):
+    with pytest.raises(ValueError, match="steps: expected 3 as before, because schedule='linear'"):
         checkpoint.check_options(state, replace(config, steps=4))
     with pytest.raises(ValueError, match=r"resume: expected 1 processes, .*; got 2"):
         checkpoint.check_same(state, 2, {})
