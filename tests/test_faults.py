@@ -143,12 +143,15 @@ def sampler(tiny_model, tmp_path_factory):
         ({"token_ids": [10**6] * 2}, r"\.token_ids: expected ints from 0 to 256; got 1000000"),
         ({"token_ids": [5.0] * 2}, r"\.token_ids: expected ints from 0 to 256; got 5\.0"),
         ({"token_ids": [True] * 2}, r"\.token_ids: expected ints from 0 to 256; got True"),
-        ({"token_ids": [5] * 7}, r"\.token_ids: expected at most max_completion_length = 6, .* 7$"),
+        (
+            {"token_ids": [5] * 7},
+            r"\.token_ids: expected at most max_completion_length = 6 tokens, .* 7$",
+        ),
         ({"logps": [-1.0, math.nan]}, r"\.logps: expected 2 finite numbers, .*; got \[nan\], 2"),
         ({"logps": [-1.0, None]}, r"\.logps: expected 2 finite numbers, .*; got \[None\], 2"),
         ({"logps": [True, -1.0]}, r"\.logps: expected 2 finite numbers, .*; got \[True\], 2"),
         ({"sampled": [True]}, r"\.sampled: expected 2 bools, .*; got \[True\], 1"),
-        ({"sampled": [False] * 2}, r"\.sampled: expected 2 bools, .* one that is true"),
+        ({"sampled": [False] * 2}, r"\.sampled: expected 2 bools, .* at least one True"),
         ({"sampled": [1] * 2}, r"\.sampled: expected 2 bools, .*; got \[1, 1\]"),
         ({"logps": [-1.0]}, r"\.logps: expected 2 finite numbers, .*; got \[-1.0\], 1"),
         ({"ce_weights": [1.0]}, r"\.ce_weights: expected 2 finite numbers, .*; got \[1.0"),
@@ -273,7 +276,8 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path, capsys):
     trainer_of(config).train()
     for begin in (trainer_of, lambda config: load_model(replace(config, model="not there"))):
         with pytest.raises(
-            FileExistsError, match=r"output: expected a folder without a run; got .*/t, whose"
+            FileExistsError,
+            match=r"output: expected a folder without a run; got .*/t, which has one",
         ):
             begin(config)
     assert config.in_new_folder().folder == tmp_path / "t-2"
@@ -292,7 +296,7 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path, capsys):
     config = replace(config, steps=3, schedule="linear")
     state = {"config": config.as_json(), "processes": 1, "fingerprint": {}}
     checkpoint.check_options(state, config)
-    with pytest.raises(ValueError, match="steps: expected 3, on which schedule = 'linear'"):
+    with pytest.raises(ValueError, match="steps: expected 3 as before, because schedule='linear'"):
         checkpoint.check_options(state, replace(config, steps=4))
     with pytest.raises(ValueError, match=r"resume: expected 1 processes, .*; got 2"):
         checkpoint.check_same(state, 2, {})
@@ -303,7 +307,7 @@ def test_a_run_without_checkpoints_is_not_replaced(trained, tiny_model, tmp_path
     config = config_of(tiny_model, tmp_path, save_every=-1, **trained)
     before = sorted(trainer_of(config).train().rglob("*"))
     with pytest.raises(
-        FileExistsError, match=r"output: expected a folder without a run; got .*/t, whose"
+        FileExistsError, match=r"output: expected a folder without a run; got .*/t, which has one"
     ):
         trainer_of(config)
     again = replace(config, resume=True)
@@ -324,7 +328,7 @@ def test_an_option_that_a_checkpoint_does_not_know_was_at_its_default():
     state = {"config": {**before, "an_option_that_is_gone": 1}}
     checkpoint.check_options(state, config)
     for name, value in (("min_p", 0.1), ("loss_options", {"epsilon": 0.1}), ("chat", True)):
-        with pytest.raises(ValueError, match=f"got others: {name}: was .*, is .*{value}"):
+        with pytest.raises(ValueError, match=f"got different ones: {name}: was .*, is .*{value}"):
             checkpoint.check_options(state, replace(config, **{name: value}))
 
 
@@ -371,7 +375,7 @@ def test_a_fingerprint_names_what_has_changed(change, names, tiny_model):
     before, now = fingerprint_of(tiny_model), fingerprint_of(tiny_model, **change)
     state = {"processes": 1, "fingerprint": before}
     told = [f"{name}: was .*sha256 [0-9a-f]{{12}}, is .*sha256 [0-9a-f]{{12}}" for name in names]
-    message = f"expected the problems and the models .*; got others: {'; '.join(told)}$"
+    message = f"expected the problems and models .*; got different ones: {'; '.join(told)}$"
     with pytest.raises(ValueError, match=message) if names else contextlib.nullcontext():
         checkpoint.check_same(state, 1, now)
 
@@ -391,7 +395,7 @@ def test_weights_of_others_are_taken_where_the_checkpoint_has_all(
     model, tokenizer = load_model(config)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
-    message = "got others: weights of the model: was"
+    message = "got different ones: weights of the model: was"
     with pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext():
         trainer_of(config, model, tokenizer).train()
     assert len(rows_of(config.folder)) == 2 - refused
@@ -407,7 +411,7 @@ def test_another_reference_is_refused_when_a_run_goes_on(tiny_model, tmp_path):
     with torch.no_grad():
         other.model.norm.weight.mul_(1.5)
     other.save_pretrained(folder)
-    with pytest.raises(ValueError, match="got others: weights of the reference: was"):
+    with pytest.raises(ValueError, match="got different ones: weights of the reference: was"):
         trainer_of(config).train()
     # The model's own are in the checkpoint.
     with torch.no_grad():

@@ -141,10 +141,10 @@ def test_functions_get_the_keywords_that_they_name(function, expected):
 )
 def test_parameters_that_are_no_keywords_are_named(function, lacking):
     functions = functions_of(f=function)
-    message = f"function f: its parameters {lacking} are none of the keywords .* prompts.* answer"
+    message = f"function f: its parameters {lacking} are not among the keywords .* prompts.* answer"
     with pytest.raises(ValueError, match=message):
         check_rewards(functions, [{"prompt": "a", "answer": "1"}], "train")
-    with pytest.raises(rewards.RewardError, match=f"parameters {lacking} are none"):
+    with pytest.raises(rewards.RewardError, match=f"parameters {lacking} are not"):
         reward_table(functions, [{"prompt": "a"}], ["x"])
     # Where it judges nothing, it lacks nothing.
     check_rewards([*functions, *functions_of(g=lambda completions: completions)],
@@ -225,7 +225,7 @@ def test_what_no_function_scores_is_in_no_figure(tmp_path):
     row, _ = trainer.train_step(trainer.train_problems)
     assert row["groups_equal"] == 0.5 and row["reward_std"] == pytest.approx(math.sqrt(1 / 3))
     scores[:] = [None] * 8
-    with pytest.raises(rewards.RewardError, match="no completion of this step was scored"):
+    with pytest.raises(rewards.RewardError, match="no completion of this step has a reward"):
         trainer.train_step(trainer.train_problems)
 
 

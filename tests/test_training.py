@@ -145,7 +145,7 @@ def test_another_model_is_the_reference(other, tiny_model, tmp_path):
     make_model("llama", vocab_size=300).save_pretrained(tmp_path / "small")
     for name, error, message in (
         ("small", ValueError, r"expected a vocabulary of 257, .*; got 300"),
-        ("none", OSError, r"'.*none' is no folder with a model"),
+        ("none", OSError, r"'.*none' is not a folder with a model"),
     ):
         with pytest.raises(error, match=f"ref_model: {message}"):
             trainer_of(replace(config, ref_model=str(tmp_path / name)))

@@ -42,7 +42,7 @@ VALUES = {
     "rewards: expected at least one": {"rewards": []},
     "reward_weights: expected a finite number for each of": {"reward_weights": [1.0, 2.0]},
     "reward_weights: expected a finite .*nan": {"reward_weights": [math.nan, 1.0]},
-    r"output: expected a folder that has a name; got 'runs/\.\.'": {"output": "runs/.."},
+    r"output: expected a folder with a name; got 'runs/\.\.'": {"output": "runs/.."},
     "seed: expected a number from 0 to": {"seed": -1},
     "minibatches: expected a divisor of prompts_per_step = 4": {"minibatches": 3},
     "trainable: expected a regular expression": {"trainable": "("},
@@ -116,7 +116,9 @@ def test_a_launch_that_shards_is_refused_before_a_model_is_loaded(kind, tmp_path
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(OSError, match=r"model: .*nowhere' is no folder with a model, and the hub"):
+    with pytest.raises(
+        OSError, match=r"model: .*nowhere' is not a folder with a model, and not on"
+    ):
         load_model(trainer_runs.config_of(tmp_path / "nowhere", tmp_path))
 
 

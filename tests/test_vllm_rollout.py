@@ -192,7 +192,7 @@ def test_an_untried_version_is_told(version, warned, make, engine, capsys):
     make()
     told = capsys.readouterr().out
     assert f"Completions by vLLM {version} in this process, float32" in told
-    assert (f"vLLM {version} has not been tried" in told) is warned
+    assert (f"vLLM {version} is not tested" in told) is warned
 
 
 def test_an_engine_that_does_not_start_says_what_to_do(make, engine, monkeypatch):

@@ -60,21 +60,21 @@ class GRPOKernelsArgs(BaseModel):
         """
         if not config.get("grpo_kernels"):
             if config.get("grpo_kernels_options"):
-                raise ValueError("grpo_kernels_options: expected grpo_kernels: true beside it")
+                raise ValueError("grpo_kernels_options: expected grpo_kernels: true as well")
             return config
         trl = config.get("trl") or {}
         if config.get("rl") != "grpo":
             raise ValueError(f"rl: expected grpo with grpo_kernels; got {config.get('rl')!r}")
         if (config.get("context_parallel_size") or 1) > 1:
             raise ValueError(
-                "context_parallel_size: expected 1 with grpo_kernels, as axolotl's trainer then "
-                f"scores tokens by itself; got {config['context_parallel_size']}"
+                "context_parallel_size: expected 1 with grpo_kernels, because axolotl's trainer "
+                f"then scores tokens itself; got {config['context_parallel_size']}"
             )
         for name in ("async_prefetch", "use_data_producer", "use_liger_loss"):
             if trl.get(name):
                 raise ValueError(
-                    f"trl.{name}: expected false with grpo_kernels, as the trainer then "
-                    f"has a loss of its own; got {trl[name]!r}"
+                    f"trl.{name}: expected false with grpo_kernels, because the trainer "
+                    f"then uses another loss; got {trl[name]!r}"
                 )
         return config
 

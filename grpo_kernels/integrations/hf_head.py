@@ -183,7 +183,7 @@ def _check_forward(layer: nn.Module) -> None:
             hint = ": put it on the model's body, which is called"
             raise ValueError(
                 "model: expected an output layer without hooks and without a forward of its own, "
-                f"as it is used without a call; got {module}.{name}"
+                f"because it is never called; got {module}.{name}"
                 + (" (PEFT's adapter_names)" if "_adapter_names" in name else hint)
             )
 
@@ -197,7 +197,7 @@ def check_is_loaded(weight: Tensor) -> None:
     if weight.is_meta:
         raise ValueError(
             "model: expected an output layer whose weight is in memory; got one on the meta "
-            "device, as accelerate's cpu_offload and device_map leave what they offload"
+            "device, where accelerate's cpu_offload and device_map put offloaded weights"
         )
 
 

@@ -166,8 +166,8 @@ class Objective:
         check_bool("states", states)
         if states and (advantages is not None or mask is not None or support is not None):
             raise ValueError(
-                "states: expected False with advantages, a mask or a support, as nothing is scored "
-                "then; got True"
+                "states: expected False with advantages, mask or support, because states=True "
+                "scores nothing; got True"
             )
         self.advantages, self.mask, self.old_logps = advantages, mask, old_logps
         self.support, self.temperature, self.execution = support, temperature, execution
@@ -264,7 +264,7 @@ def attach_fused_head(
             f"{type(model).__name__}"
         )
     if hasattr(model, _ATTRIBUTE):
-        raise ValueError("model: expected one without a fused head; detach_fused_head it first")
+        raise ValueError("model: expected no fused head; got one: detach_fused_head(model) first")
     if model.config.is_encoder_decoder:
         raise ValueError(f"model: expected a decoder-only model; got {type(model).__name__}")
     head = head_of(model)

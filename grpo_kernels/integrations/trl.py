@@ -241,14 +241,14 @@ def _prepare(
         )
     if DIVIDES_BY_BATCH and trainer.loss_type == "luspo":
         raise ValueError(
-            "loss_type: expected another one with TRL before 1.10, whose luspo trains padding; "
-            "got 'luspo'"
+            "loss_type: 'luspo' does not work with TRL before 1.10, which trains padding: "
+            "upgrade TRL or pass another loss_type"
         )
     if ASKS_FOR_LOGITS:
         if trainer.use_liger_kernel:
             raise ValueError(
-                "use_liger_kernel: expected False with TRL before 1.15, where it is another fused "
-                "head; got True"
+                "use_liger_kernel: expected False with TRL before 1.15, where it selects "
+                "another fused head; got True"
             )
         for model in filter(None, (trainer.model, trainer.ref_model)):
             inner, float32 = extract_model_from_parallel(model), trainer.args.cast_lm_head_to_fp32

@@ -51,13 +51,13 @@ def check_own(trainer: Any, loss: object) -> None:
     """
     if isinstance(loss, str):
         raise TypeError(
-            f"loss: expected a loss or a callable, as TRL's go by loss_type; got {loss!r}"
+            f"loss: expected a loss or a callable (for TRL's losses set loss_type); got {loss!r}"
         )
     for name, expected in OF_TRLS_LOSS.items():
         if (value := getattr(trainer.args, name)) != expected:
             raise ValueError(
-                f"{name}: expected {expected!r}, TRL's default, with a loss of your own, which "
-                f"leaves it out: make it an option of that loss; got {value!r}"
+                f"{name}: expected {expected!r}, TRL's default, with your own loss, which "
+                f"ignores it: make it an option of that loss; got {value!r}"
             )
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         raise ValueError(

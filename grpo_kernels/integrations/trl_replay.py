@@ -227,12 +227,12 @@ def _sampling_options(trainer: Any) -> dict[str, Any]:
     top_k, top_p, min_p = options["top_k"], options["top_p"], options["min_p"]
     if trainer.use_vllm and not (top_k and top_k > 0):
         raise ValueError(
-            "top_k: expected a number > 0 with replay_support=True, without which vLLM returns no "
-            f"sampling mask; got {top_k!r}"
+            "top_k: expected a number > 0 with replay_support=True, because vLLM otherwise returns "
+            f"no sampling mask; got {top_k!r}"
         )
     if not (top_k or (top_p is not None and top_p != 1.0) or min_p):
         raise ValueError(
-            "replay_support: expected top_p < 1, top_k > 0 or min_p > 0 in GRPOConfig; got none, "
-            "so that sampling truncates nothing: leave it False"
+            "replay_support=True has no effect without truncation: set top_p < 1, top_k > 0 or "
+            "min_p > 0 in GRPOConfig, or replay_support=False"
         )
     return options

@@ -231,11 +231,13 @@ def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
     names = [n for n in now if n not in MAY_CHANGE and now[n] != before[n]]
     if names:
         changed = "; ".join(f"{n}: was {before[n]!r}, is {now[n]!r}" for n in names)
-        raise ValueError(f"resume: expected the options of the checkpoint; got others: {changed}")
+        raise ValueError(
+            f"resume: expected the checkpoint's options; got different ones: {changed}"
+        )
     if config.schedule != "constant" and config.steps != before["steps"]:
         raise ValueError(
-            f"steps: expected {before['steps']}, on which schedule = {config.schedule!r} "
-            f"depends; got {config.steps}"
+            f"steps: expected {before['steps']} as before, because schedule={config.schedule!r} "
+            f"depends on it; got {config.steps}"
         )
 
 
@@ -255,7 +257,7 @@ def check_same(state: Mapping[str, Any], processes: int, fingerprint: Mapping[st
     if names:
         changed = "; ".join(f"{n}: was {before.get(n)}, is {fingerprint.get(n)}" for n in names)
         raise ValueError(
-            f"resume: expected the problems and the models that the run began with; got others: "
+            f"resume: expected the problems and models of the checkpoint; got different ones: "
             f"{changed}"
         )
 

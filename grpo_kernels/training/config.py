@@ -42,11 +42,11 @@ class TrainingConfig(GRPOLossConfig):
     """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32, GEMMs bf16 on a GPU that has
     it)."""
     trainable: str | None = None
-    """Regular expression: parameters whose names match are trained; none: all are."""
+    """Regular expression for the names of parameters to train; none: train all."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward; prompts are then not shared."""
+    """Recompute activations in the backward; each completion then encodes its prompt."""
     lora_rank: int = 0
-    """Rank of LoRA adapters, which alone are then trained; 0: no adapters."""
+    """Rank of LoRA adapters; only the adapters are then trained; 0: no adapters."""
     lora_alpha: int = 32
     """Scale of the adapters: lora_alpha / lora_rank."""
     lora_target: str = "all-linear"
@@ -58,24 +58,23 @@ class TrainingConfig(GRPOLossConfig):
     or .parquet file; or module:function, which takes the options and returns two lists of problems,
     to train on and held out."""
     train_size: int = 1000
-    """Problems to train on, at most; 0: all."""
+    """Largest number of problems to train on; 0: all."""
     eval_dataset: str = ""
     """Separate dataset for evaluation, named like dataset; empty: hold out part of dataset."""
     eval_size: int = 64
-    """Held-out problems, at most; 0: no evaluation (in training.evaluate: all)."""
+    """Largest number of held-out problems; 0: no evaluation (in training.evaluate: all)."""
     eval_max_completion_length: int | None = None
-    """Tokens in a completion of an evaluation, at most; none: max_completion_length."""
+    """Largest number of tokens per completion in evaluations; none: max_completion_length."""
     eval_temperature: float = 0.0
     """Sampling temperature of evaluations; 0: greedy."""
     chat: bool = False
     """Apply the tokenizer's chat template to prompts."""
     system_prompt: str = ""
-    """Text before every question: a chat's system message, else part of the prompt."""
+    """Text before every question; with chat, the system message."""
     prompt_template: str = ""
-    """Prompt of a question, with {question} in it; empty: an instruction, and an example unless
-    chat is on."""
+    """Prompt around a {question}; empty: an instruction, plus an example unless chat is on."""
     max_prompt_length: int = 512
-    """Tokens in a prompt, at most; problems with a longer prompt are left out."""
+    """Largest number of tokens per prompt; problems with longer prompts are dropped."""
     rewards: list[str] = field(default_factory=lambda: ["answer", "format"])
     """Reward functions: answer, format, or module:function."""
     reward_weights: list[float] = field(default_factory=list)
@@ -89,7 +88,7 @@ class TrainingConfig(GRPOLossConfig):
     num_generations: int = 8
     """Completions per prompt: the group within which advantages are computed."""
     max_completion_length: int = 256
-    """Tokens in a completion, at most."""
+    """Largest number of tokens per completion."""
     temperature: float = 1.0
     """Sampling temperature, > 0; the loss divides the logits by it as well."""
     top_k: int = 0
@@ -104,28 +103,28 @@ class TrainingConfig(GRPOLossConfig):
     stop: list[str] = field(default_factory=list)
     """Strings that end a completion, and are part of it."""
     mask_truncated_completions: bool = False
-    """Leave completions that were cut at max_completion_length out of the loss."""
+    """Drop completions that were cut at max_completion_length from the loss."""
     rollout: Literal["generate", "vllm"] = "generate"
-    """Sampler: generate, or vllm."""
+    """Sampler: generate (the model itself), or vllm."""
     vllm_gpu_memory_utilization: float = 0.3
     """Share of each GPU's memory for vLLM, weights included."""
     vllm_enable_sleep_mode: bool = False
-    """Free vLLM's GPU memory while weights are trained."""
+    """Free vLLM's GPU memory during updates."""
 
     # Loss
     loss_type: str | Callable[[Any], Any] = "dapo"
     """Name of the loss: grpo, bnpo, dr_grpo, dapo, luspo, gspo, gspo_token, gmpo, cispo, sapo,
-    vespo, reinforce, dppo_tv, dppo_kl (docs/objectives.md); or module:Class, one of your own."""
+    vespo, reinforce, dppo_tv, dppo_kl (docs/objectives.md); or your own, module:Class."""
     loss_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the class of the loss: in YAML a mapping, as flags --loss_options.NAME VALUE."""
+    """Options of your own loss class: a mapping in YAML, --loss_options.NAME VALUE as flags."""
     ref_model: str | None = None
     """Reference of the KL, named like model; none: the model before training, with LoRA the model
     without adapters."""
     sync_ref_every: int = 0
     """Steps after which the reference is updated to the policy; 0: never."""
     ref_mixup_alpha: float = 1.0
-    """Weight of the policy in that update (TRL's default: 0.6); 1: the reference becomes the
-    policy."""
+    """Weight of the policy when the reference is updated; 1: the reference becomes the policy
+    (TRL's default: 0.6)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the group or of the batch, or not at all."""
     logits_dtype: Literal["fp32", "model"] = "fp32"
@@ -143,25 +142,25 @@ class TrainingConfig(GRPOLossConfig):
     """Encode the prompt of a group once, where the model's cache allows it."""
     skip_untrained: bool = True
     """Skip completions without gradient (groups of equal rewards, if beta and entropy_coef are 0);
-    metrics leave them out as well."""
+    metrics skip them, too."""
     learning_rate: float = 1e-6
     """Learning rate of AdamW."""
     weight_decay: float = 0.0
     """Weight decay of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate over time: constant, or linear or cosine to 0."""
+    """Schedule of the learning rate: constant, or linear or cosine decay to 0."""
     warmup_steps: int = 0
-    """Optimizer steps over which the learning rate rises from 0."""
+    """Optimizer steps of linear warmup from 0."""
     max_grad_norm: float = 1.0
-    """Clip gradients to this norm."""
+    """Largest gradient norm; larger gradients are clipped."""
 
     # Logs and checkpoints
     output: str = "runs/grpo"
-    """Folder of the run, which has its name."""
+    """Folder of the run; its last part is the name of the run in trackers."""
     eval_every: int = 0
     """Steps between evaluations; 0: only before and after."""
     explain_every: int = 0
-    """Steps between pages that explain the loss token by token; 0: only where it jumps."""
+    """Steps between pages that explain the loss per token; 0: only at spikes."""
     show_every: int = 10
     """Steps between printed completions."""
     save_every: int = 0
@@ -169,7 +168,7 @@ class TrainingConfig(GRPOLossConfig):
     save_model: bool = True
     """Write the trained model into the run's folder at the end."""
     resume: bool = False
-    """Continue from the run's last checkpoint, if there is one."""
+    """Continue from the last checkpoint in output, if there is one."""
     trackers: list[str] = field(default_factory=list)
     """Trackers of accelerate: tensorboard, wandb, trackio, ..."""
     seed: int = 0
@@ -198,8 +197,8 @@ class TrainingConfig(GRPOLossConfig):
         if not isinstance(name, str) or (":" not in name and not self.loss_options):
             if self.loss_options:
                 raise ValueError(
-                    f"loss_options: expected none with an instance, {name!r}, which has its own; "
-                    f"got {self.loss_options}"
+                    f"loss_options={self.loss_options} does not work with an instance as "
+                    f"loss_type: set the options on {name!r}"
                 )
             return super().loss
         kind, preset = LOSSES.get(name) or (imported("loss_type", name), {})
@@ -209,8 +208,9 @@ class TrainingConfig(GRPOLossConfig):
         known = sorted(x.name for x in fields(kind)) if is_dataclass(kind) else list[str]()
         if not set(options) <= set(known):
             raise ValueError(
-                f"loss_options: expected some of {', '.join(known) or 'none'}, as "
-                f"{kind.__name__} has them; got {', '.join(sorted(set(options) - set(known)))}"
+                "loss_options: expected options of "
+                f"{kind.__name__} ({', '.join(known) or 'none'}); got "
+                f"{', '.join(sorted(set(options) - set(known)))}"
             )
         loss = kind(**{**preset, **options})
         if not isinstance(loss, Loss):
@@ -286,7 +286,7 @@ class TrainingConfig(GRPOLossConfig):
         """Refuses values out of their range."""
         require, n = self.require, vars(self)
         require("model", self.model, "a hub name or a folder")
-        require("output", self.folder.name not in ("", ".."), "a folder that has a name")
+        require("output", self.folder.name not in ("", ".."), "a folder with a name")
         require("rewards", self.rewards, "at least one reward function")
         weights, rewards = self.reward_weights, self.rewards
         as_many = not weights or len(weights) == len(rewards)
@@ -329,7 +329,7 @@ class TrainingConfig(GRPOLossConfig):
         ):  # fmt: skip
             for name in names:
                 if not is_set and getattr(self, name) != DEFAULTS[name]:
-                    self._refuse(name, f"has no effect without {needed}: set that too, or neither")
+                    self._refuse(name, f"has no effect without {needed}: set both, or neither")
 
     def _check_together(self) -> None:
         """Refuses options that do not go together."""
@@ -339,7 +339,7 @@ class TrainingConfig(GRPOLossConfig):
              "has the model without adapters as its reference"),
             ("sync_ref_every", "ref_model", self.ref_model, "never changes"),
             ("entropy_coef", "top_entropy_quantile", self.top_entropy_quantile < 1,
-             "would have the bonus depend on micro_batch_size"),
+             "would make the bonus depend on micro_batch_size"),
         ):  # fmt: skip
             if is_set and getattr(self, name):
                 self._refuse(name, f"does not work with {other}, which {why}: pass one of the two")

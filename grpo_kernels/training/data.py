@@ -44,7 +44,7 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         if split not in splits:
             raise ValueError(
                 f"dataset: expected a split train to train on; got {sorted(splits)} in {name}, "
-                "which `python -m grpo_kernels.training.evaluate` answers"
+                "which is for `python -m grpo_kernels.training.evaluate`"
             )
         test = next((x for x in _HELD_OUT if x in splits), None)
         # Without a test split any row may be held out, and needs an answer.

@@ -69,8 +69,8 @@ def explain_missing_model(model: str, option: str = "model") -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(
-            f"{option}: {model!r} is no folder with a model, and the hub gave none: "
-            f"{why_not_downloaded(error)}. Without the hub: the folder of a downloaded model"
+            f"{option}: {model!r} is not a folder with a model, and not on the hub: "
+            f"{why_not_downloaded(error)}. Without the hub, pass the folder of a downloaded model"
         ) from error
 
 
@@ -135,13 +135,13 @@ def check_folder(config: TrainingConfig) -> None:
         checkpoint.check_options(checkpoint.state_of(begun), config)
     if config.resume and finished and not begun:
         raise FileExistsError(
-            f"resume: the run in {folder} is finished and has no checkpoint to go on from. Pass "
+            f"resume: the run in {folder} is finished and has no checkpoint to resume from. Pass "
             "another output, or delete the folder"
         )
     if not config.resume and (begun or finished or (log.exists() and log.stat().st_size)):
         raise FileExistsError(
-            f"output: expected a folder without a run; got {folder}, whose run a new one would "
-            "replace. Pass resume to go on with it, another output, or delete the folder"
+            f"output: expected a folder without a run; got {folder}, which has one. "
+            "Pass resume to continue it, pass another output, or delete the folder"
         )
 
 
@@ -157,7 +157,7 @@ def check_host(config: TrainingConfig, on_cpu: bool) -> None:
         if on_cpu and getattr(config, name) != getattr(TrainingConfig, name):
             raise ValueError(
                 f"{name}: expected {getattr(TrainingConfig, name)} on a CPU, where vLLM has no "
-                f"such thing; got {getattr(config, name)}"
+                f"GPU memory; got {getattr(config, name)}"
             )
     if config.rollout == "vllm" and not find_spec("vllm"):
         raise ImportError(
@@ -170,7 +170,7 @@ def check_has_logps(config: TrainingConfig, has_logps: bool) -> None:
     """Refuses a correction by log-probs that the rollout does not report."""
     if config.is_correction != "none" and not has_logps:
         raise ValueError(
-            f"is_correction: expected 'none' with a rollout that reports no log-probs; got "
+            f"is_correction: expected 'none' with a rollout that returns no log-probs; got "
             f"{config.is_correction!r}"
         )
 

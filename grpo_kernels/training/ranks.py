@@ -45,7 +45,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     if world == 1 and launched > 1:
         raise ValueError(
             f"WORLD_SIZE: expected 1, as accelerate sees one process; got {launched}: each would "
-            "train by itself. On CPUs set ACCELERATE_USE_CPU=true"
+            "train a model of its own. On CPUs set ACCELERATE_USE_CPU=true"
         )
     if config.prompts_per_step % (world * config.minibatches):
         raise ValueError(

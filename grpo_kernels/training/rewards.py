@@ -241,9 +241,9 @@ def _keywords(reward: RewardFunction, offered: Sequence[str] | Mapping[str, Any]
     ]  # fmt: skip
     if lacking:
         raise RewardError(
-            f"reward function {reward.label}: its parameters {', '.join(lacking)} are none of the "
-            f"keywords that it is called with: {', '.join(offered)}. Rename them, add the columns "
-            "to the problems, or take the rest as **columns"
+            f"reward function {reward.label}: its parameters {', '.join(lacking)} are not among "
+            f"the keywords that it is called with: {', '.join(offered)}. Rename them, add the "
+            "columns to the problems, or accept **columns"
         )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return [key for key in offered if takes_all or key in by_name]

@@ -255,8 +255,8 @@ def check_completion(name: str, one: object, vocabulary: int, longest: int) -> N
         )
     if longest < T:
         raise RolloutError(
-            f"{name}.token_ids: expected at most max_completion_length = {longest}, whoever they "
-            f"are from; got {T}"
+            f"{name}.token_ids: expected at most max_completion_length = {longest} tokens, "
+            f"those of tools included; got {T}"
         )
     for what, numbers in (("logps", one.logps), ("ce_weights", one.ce_weights)):
         bad = [x for x in numbers or () if not _passes(math.isfinite, x)]
@@ -268,7 +268,7 @@ def check_completion(name: str, one: object, vocabulary: int, longest: int) -> N
     flags = one.sampled_flags
     if len(flags) != T or not any(flags) or not {*map(type, flags)} <= {bool}:
         raise RolloutError(
-            f"{name}.sampled: expected {T} bools, one per token, and one that is true; got "
+            f"{name}.sampled: expected {T} bools, one per token, at least one True; got "
             f"{list(flags)[:5]}, {len(flags)} in all"
         )
     if one.support is not None:

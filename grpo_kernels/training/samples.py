@@ -205,8 +205,8 @@ def group_relative_advantages(
     every = ranks.reduce(accelerator, rewards, torch.cat)
     if every.isnan().all():
         raise RewardError(
-            "rewards: no completion of this step was scored, as every reward function returned "
-            "None for all that it judged: return numbers, or add a function that scores them"
+            "rewards: no completion of this step has a reward: every reward function "
+            "returned None. Return numbers, or add a function that does"
         )
     advantages = group_advantages(
         every, config.num_generations, scale=config.scale_rewards,

@@ -189,7 +189,7 @@ class VLLMRollout:
         if not is_tested and self.accelerator.is_main_process:
             low, high = (".".join(map(str, version)) for version in TESTED)
             tqdm.write(
-                f"warning: vLLM {about['vllm']} has not been tried, {low} to {high} have; "
+                f"warning: vLLM {about['vllm']} is not tested ({low} to {high} are); "
                 "sampler_gap tells whether its log-probs are the policy's"
             )
 

@@ -62,7 +62,7 @@ class Watch:
         if always("truncated"):
             signs["truncated"] = (
                 f"in {WINDOW} steps every completion was cut at max_completion_length = "
-                f"{self.config.max_completion_length}. Raise it, or give a stop string"
+                f"{self.config.max_completion_length}. Raise it, or set stop"
             )
         if late := row.get("answers_timed_out"):
             signs["late"] = (

@@ -395,7 +395,7 @@ REFUSED = {
     ),
     "a name": ({"loss": "dapo"}, "loss: expected a loss or a callable"),
     # Old versions of TRL only: newer ones skip padding, and deprecate the other head.
-    **({"padding": ({"loss_type": "luspo"}, "whose luspo trains padding; got 'luspo'")}
+    **({"padding": ({"loss_type": "luspo"}, "'luspo' does not work with TRL before 1.10")}
        if DIVIDES_BY_BATCH else {}),
     **({"another head": ({"use_liger_kernel": True}, "use_liger_kernel: expected False")}
        if ASKS_FOR_LOGITS else {}),

@@ -219,7 +219,7 @@ def test_supports_that_nobody_reports(name, value, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     (
-        ({}, "replay_support: expected top_p < 1, top_k > 0 or min_p > 0 in GRPOConfig; got none"),
+        ({}, "replay_support=True has no effect without truncation: set top_p < 1"),
         (
             TOP_P | {"use_transformers_continuous_batching": True},
             "use_transformers_continuous_batching: expected False with replay_support=True",
