@@ -426,7 +426,7 @@ def test_a_loss_comes_from_a_file_of_options(tmp_path, tiny_model):
         ({"loss_type": "builtins:dict"}, "loss_type: expected a subclass of Loss; got builtins:"),
         ({"loss_type": f"{__name__}:Dro", "loss_options": {"beta": 1}},
          r"loss_options: expected options of Dro \(tau\); got beta"),
-        ({"loss_type": Dro(), "loss_options": {"tau": 1}}, "loss_options=.* with an instance"),
+        ({"loss_type": Dro(), "loss_options": {"tau": 1}}, "loss_options=.*work with an instance"),
         ({"loss_options": {"tau": 1}}, r"loss_options: expected options of Clip \(.*; got tau"),
         ({"loss_type": "sapo", "loss_options": {"temperature_neg": "warm"}}, "temperature_neg"),
         ({"loss_options": "tau"}, "loss_options: expected"),
