@@ -478,7 +478,7 @@ def quantised():
 
 # id: (a model, options of `attach_fused_head`, the error)
 NOT_ATTACHED = {
-    "twice": (lambda: with_head()[0], {}, "without a fused head"),
+    "twice": (lambda: with_head()[0], {}, "expected no fused head; got one"),
     "no model": (lambda: torch.nn.Linear(2, 2), {}, "expected a model of transformers"),
     "encoder": (encoder_and_decoder, {}, "expected a decoder-only model"),
     **{kind: (lambda kind=kind: virtual_tokens(kind, family_model("llama")), {},

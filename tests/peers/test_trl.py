@@ -391,7 +391,7 @@ REFUSED = {
     ),
     "own loss with options of TRL's": (
         {"loss": Clip(), "delta": 1.5},
-        "delta: expected None, TRL's default, with a loss of your own",
+        "delta: expected None, TRL's default, with your own loss",
     ),
     "a name": ({"loss": "dapo"}, "loss: expected a loss or a callable"),
     # Old versions of TRL only: newer ones skip padding, and deprecate the other head.
