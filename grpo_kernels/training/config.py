@@ -116,7 +116,8 @@ class TrainingConfig(GRPOLossConfig):
     """Name of the loss: grpo, bnpo, dr_grpo, dapo, luspo, gspo, gspo_token, gmpo, cispo, sapo,
     vespo, reinforce, dppo_tv, dppo_kl (docs/objectives.md); or your own, module:Class."""
     loss_options: dict[str, Any] = field(default_factory=dict)
-    """Options of your own loss class: a mapping in YAML, --loss_options.NAME VALUE as flags."""
+    """Options of the loss's class (docs/objectives.md): in YAML a mapping, as flags
+    --loss_options.NAME VALUE."""
     ref_model: str | None = None
     """Reference of the KL, named like model; none: the model before training, with LoRA the model
     without adapters."""
