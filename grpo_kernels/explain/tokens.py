@@ -62,9 +62,6 @@ def explain(
 ) -> Explanation:
     """Tells which tokens a step's loss and gradient come from, and ranks what stands out.
 
-        import torch
-        from grpo_kernels import fused_grpo_loss
-        from grpo_kernels.explain import explain
         hidden, weight = torch.randn(8, 24, 16, requires_grad=True), torch.randn(300, 16)
         targets, advantages = torch.randint(300, (8, 24)), torch.randn(8)
         out = fused_grpo_loss(hidden, weight, targets, advantages)
