@@ -372,5 +372,6 @@ def test_every_parameter_is_described_and_the_example_runs(capsys):
     thresholds = re.findall(r"^    (\w+): ", inspect.getdoc(Thresholds), re.MULTILINE)
     assert thresholds == list(inspect.signature(Thresholds).parameters)
     example = re.search(r"\n\n((?:    .*\n)+)\n", text)[1]
-    exec(inspect.cleandoc(example), {})
+    names = {"torch": torch, "fused_grpo_loss": fused_grpo_loss, "explain": explain}
+    exec(inspect.cleandoc(example), names)
     assert capsys.readouterr().out
