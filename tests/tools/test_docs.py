@@ -38,7 +38,8 @@ def small_models(monkeypatch):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if CODE[page]], ids=str)
-def test_code_runs(page, small_models):
+def test_code_runs(page, small_models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where what it writes goes
     if torch.distributed.is_initialized():  # by another test of this process
         torch.distributed.destroy_process_group()
     exec("\n".join(CODE[page]), {"__name__": "docs"})
