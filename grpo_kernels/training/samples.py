@@ -117,11 +117,11 @@ class Update:
     metrics: dict[str, float]
     logps: Tensor
     entropy: Tensor
-    kl: Tensor | None  # the exact one
     loss: float  # of this process
     rows: list[int]  # completions in the loss
     scores: Scores
     size: Size  # of the update, in all processes
+    kl: Tensor | None = None  # the exact one
 
 
 def loss_options(

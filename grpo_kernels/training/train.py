@@ -247,8 +247,10 @@ class Trainer:
         trained = self.scorer.trainable_rows(samples, rows, first_update=number == 0)
         plan = self.scorer.plan(samples, trained)
         full = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
-        zeros = torch.zeros(3, *samples.mask.shape, dtype=torch.float32, device=accelerator.device)
-        per_token = dict(zip(("logps", "entropy", "kl"), zeros, strict=True))
+        zeros = torch.zeros_like(samples.mask, dtype=torch.float32)
+        per_token = {"logps": zeros, "entropy": zeros.clone()}
+        if self.config.loss_config().exact_kl:
+            per_token["kl"] = zeros.clone()
         losses, parts = list[Tensor](), list[dict[str, Tensor]]()
 
         def forward(part: Sequence[int]) -> Tensor:
@@ -263,8 +265,8 @@ class Trainer:
             losses.append(out.loss.detach())
             parts.append(out.metrics)
             for name, values in per_token.items() if part else ():
-                if (x := getattr(out, name)) is not None:
-                    values[where, : x.shape[1]] = x
+                x = getattr(out, name)
+                values[where, : x.shape[1]] = x
             return out.loss
 
         for part in plan[:-1]:
@@ -279,8 +281,6 @@ class Trainer:
         # Processes wait for each other in it: then nothing can be tried again.
         with guard() if accelerator.num_processes == 1 else nullcontext():
             accelerator.backward(last_loss)
-        if not self.config.loss_config().exact_kl:
-            per_token["kl"] = None
         loss = float(sum(losses))
         return Update(merged, loss=loss, rows=trained, scores=scores, size=full, **per_token)
 
