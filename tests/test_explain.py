@@ -247,6 +247,31 @@ def test_rewards_that_are_not_finite():
     assert (second["reward"], second["reward_std"]) == (3.0, 1.0)
 
 
+def test_two_calls_of_a_step_are_one():
+    g = torch.Generator().manual_seed(4)
+    logps, old = torch.rand(2, 6, 9, generator=g).sub(2.0)
+    advantages, groups = torch.randn(6, generator=g), [0, 0, 1, 1, 0, 1]
+    loss = config(loss_type="grpo")
+
+    def explained(rows):
+        tensors = {"old_logps": old[rows], "config": loss}
+        out = grpo_loss(logps[rows], advantages[rows], **tensors)
+        return explain(out, None, advantages[rows], groups=groups[rows], **tensors)
+
+    whole = explained(slice(None))
+    parts = [explained(slice(0, 2)), explained(slice(2, 6))]
+    joined = join(parts, [2 / 6, 4 / 6])  # means over sequences
+    assert joined.loss == pytest.approx(whole.loss, rel=1e-5)
+    for name, column in whole.columns.items():
+        torch.testing.assert_close(joined.columns[name], column)
+    assert torch.equal(joined.sequence, whole.sequence)
+    assert torch.equal(joined.position, whole.position)
+    for name in ("loss_share", "gradient_share"):
+        shares = [[row[name] for row in x.sequences] for x in (joined, whole)]
+        assert shares[0] == pytest.approx(shares[1], rel=1e-5)
+    assert [x["sequences"] for x in joined.groups] == [[0, 1, 4], [2, 3, 5]]
+
+
 def test_calls_that_do_not_join():
     part = explain(**arguments())
     with pytest.raises(ValueError, match="parts: expected one explanation at least; got none"):
