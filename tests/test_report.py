@@ -32,6 +32,34 @@ def test_a_summary_compares_steps_that_do_not_overlap(rewards, text):
     assert text in report.summary(rows_of(*rewards), [])
 
 
+BEFORE = {"step": 0, "accuracy": 0.25, "low": 0.13, "high": 0.45, "problems": 27}
+HELD_OUT = "(27 problems that were not trained on; 95 % interval:"
+
+
+@pytest.mark.parametrize(
+    ("after", "text"),
+    (
+        ((0, 0.25, 0.13, 0.45), f"accuracy is 25.0% {HELD_OUT} 13.0% to 45.0%)"),
+        ((9, 0.96, 0.82, 0.99), f"rose from 25.0% to 96.0% {HELD_OUT} 82.0% to 99.0%)"),
+        ((9, 0.04, 0.01, 0.12), f"fell from 25.0% to 4.0% {HELD_OUT} 1.0% to 12.0%)"),
+        ((9, 0.52, 0.34, 0.69), f"rose from 25.0% to 52.0% {HELD_OUT} 34.0% to 69.0%)"),
+        ((9, 0.50, 0.32, 0.67), f"went from 25.0% to 50.0%, a difference within chance {HELD_OUT}"),
+        ((9, 0.07, 0.02, 0.24), f"went from 25.0% to 7.0%, a difference within chance {HELD_OUT}"),
+    ),
+)
+def test_a_summary_says_whether_held_out_accuracy_changed(after, text):
+    after = dict(zip(("step", "accuracy", "low", "high"), after, strict=True))
+    assert text in report.summary([], [BEFORE, {**BEFORE, **after}])
+
+
+def test_a_summary_begins_with_both_accuracies():
+    rows = [{**row, "accuracy": row["reward"] / 2} for row in rows_of(0.5, 1.0)]
+    first, second = report.summary(rows, [BEFORE]).split(".\n")
+    ending = "; accuracy of the completions trained on 25% (first step) -> 50% (last step)"
+    assert first.startswith("Held-out accuracy is 25.0%") and first.endswith(ending)
+    assert second.startswith("2 steps of 2.0 s; reward 0.500 (first step)")
+
+
 @pytest.mark.usefixtures("curves")
 def test_a_page_has_what_was_changed_and_where_it_ran(tmp_path):
     config = TrainingConfig(model="m", dataset="d", steps=7, learning_rate=1e-6)

@@ -22,7 +22,7 @@ from .samples import Samples
 # What the terminal shows of a step, if a run has it.
 _LINE = {
     "reward": "reward {:.3f}", "accuracy": "sampled accuracy {:.0%}", "kl": "kl {:.4f}",
-    "entropy": "entropy {:.2f}", "completion_length": "completion length {:.1f}",
+    "entropy": "entropy {:.2f}", "completion_length": "length {:.1f}",
     "loss": "loss {:+.4f}", "grad_norm": "grad norm {:.3g}",
 }  # fmt: skip
 
@@ -149,15 +149,15 @@ def introduction(
     policy = accelerator.unwrap_model(policy)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     yield (
-        f"{config.model} on {accelerator.device}, {accelerator.num_processes} process(es): "
-        f"{trained / 1e6:,.1f}M parameters trained; {problems:,} problems, {held_out:,} held "
-        f"out; results in {config.folder}/"
+        f"{config.model} on {accelerator.num_processes} x {accelerator.device}: "
+        f"{trained / 1e6:,.1f}M trained parameters; {problems:,} problems to train on, "
+        f"{held_out:,} held out; results in {config.folder}/"
     )
     if held_out:
         how = f"at temperature {config.eval_temperature:g}" if config.eval_temperature else "greedy"
         yield (
-            f"sampled accuracy: of completions trained on, at temperature {config.temperature:g}; "
-            f"held-out accuracy: of other problems, {how}"
+            "sampled accuracy: completions trained on, sampled at temperature "
+            f"{config.temperature:g}; held-out accuracy: problems not trained on, {how}"
         )
     if config.dtype == "bf16" and not config.lora_rank:
         yield (
@@ -171,9 +171,7 @@ def introduction(
 def line_of(row: Mapping[str, Any]) -> str:
     """A step's row in one line of text."""
     texts = [form.format(row[k]) for k, form in _LINE.items() if k in row]
-    parts = {k.partition("/")[2]: x for k, x in row.items() if k.startswith("seconds/")}
-    split = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
-    return f"{row['step']:5d}  {'  '.join(texts)}  {row['seconds']:.1f} s ({split})"
+    return f"{row['step']:5d}  {'  '.join(texts)}  {row['seconds']:.1f} s"
 
 
 def sample_rows(samples: Samples, group_size: int) -> list[dict[str, Any]]:

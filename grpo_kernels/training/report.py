@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import html
 import io
+import math
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,27 +58,51 @@ def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def summary(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
-    """Says how far a run came."""
-    parts = []
+    """Says what came of a run: accuracies, then reward, time and memory."""
+    sentences = [_verdict(rows, evaluations)] if evaluations else []
     if rows:
         seconds = sum(row["seconds"] for row in rows) / len(rows)
-        parts.append(f"{len(rows):,} step{'s' * (len(rows) > 1)} of {seconds:.1f} s")
-        rewards = [row["reward"] for row in rows if row["reward"] is not None]
-        if n := min(_SMOOTH, len(rewards) // 2):
-            first, last = (sum(part) / n for part in (rewards[:n], rewards[-n:]))
-            steps = f"{n} steps" if n > 1 else "step"
-            parts.append(f"reward {first:.3f} (first {steps}) -> {last:.3f} (last {steps})")
-        elif rewards:
-            parts.append(f"reward {rewards[0]:.3f}")
+        parts = [f"{len(rows):,} step{'s' * (len(rows) > 1)} of {seconds:.1f} s"]
+        parts += [f"reward {text}"] if (text := _change(rows, "reward", "{:.3f}")) else []
         parts.append(f"peak memory {max(row['peak_memory_gib'] for row in rows):.2f} GiB")
-    if evaluations:
-        shares = " -> ".join(f"{x['accuracy']:.1%}" for x in (evaluations[0], evaluations[-1]))
-        now = evaluations[-1]
-        parts.append(
-            f"held-out accuracy {shares} of {now['problems']} problems (95 %: {now['low']:.1%} to "
-            f"{now['high']:.1%})"
-        )
-    return "; ".join(parts) or "no step yet"
+        sentences.append("; ".join(parts))
+    return ".\n".join(sentences) or "no step yet"
+
+
+def _verdict(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
+    """Says how both accuracies changed, in a sentence without its full stop."""
+    first, last = evaluations[0], evaluations[-1]
+    old, new = (f"{x['accuracy']:.1%}" for x in (first, last))
+    if first["step"] == last["step"]:
+        change = f"is {new}"
+    elif _surely_more(last, first):
+        change = f"rose from {old} to {new}"
+    elif _surely_more(first, last):
+        change = f"fell from {old} to {new}"
+    else:
+        change = f"went from {old} to {new}, a difference within chance"
+    text = (
+        f"Held-out accuracy {change} ({last['problems']} problems that were not trained on; "
+        f"95 % interval: {last['low']:.1%} to {last['high']:.1%})"
+    )
+    sampled = _change(rows, "accuracy", "{:.0%}")
+    return text + (f"; accuracy of the completions trained on {sampled}" if sampled else "")
+
+
+def _surely_more(x: Row, y: Row) -> bool:
+    """True if the difference's 95 % interval is above 0, by Newcombe's method 10 (1998)."""
+    margin = math.hypot(x["accuracy"] - x["low"], y["high"] - y["accuracy"])
+    return bool(x["accuracy"] - y["accuracy"] > margin)
+
+
+def _change(rows: Sequence[Row], name: str, form: str) -> str:
+    """Compares the means of a metric over the first and the last steps, at most five of each."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    if n := min(_SMOOTH, len(values) // 2):
+        first, last = (form.format(sum(part) / n) for part in (values[:n], values[-n:]))
+        steps = f"{n} steps" if n > 1 else "step"
+        return f"{first} (first {steps}) -> {last} (last {steps})"
+    return form.format(values[0]) if values else ""
 
 
 def write_environment(folder: Path) -> None:

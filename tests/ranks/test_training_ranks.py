@@ -130,6 +130,6 @@ def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
             text=True, timeout=JOB_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]
-    assert "2 process(es)" in done.stdout and "Going on after step 2" in done.stdout
+    assert " on 2 x cpu: " in done.stdout and "Going on after step 2" in done.stdout
     assert [row["step"] for row in rows_of(tmp_path / "t")] == [1, 2, 3]
     assert {"reward/correctness", "reward/format", "kl"} <= rows_of(tmp_path / "t")[0].keys()
