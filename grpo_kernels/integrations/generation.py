@@ -86,9 +86,8 @@ class SupportRecorder(LogitsProcessor):
         shape = tuple(input_ids.shape)
         if self._steps and shape != self._next_shape:
             raise ValueError(
-                f"input_ids: expected {list(self._next_shape)}, a token more than before, as a "
-                "recorder serves one call of generate that samples token by token; got "
-                f"{list(shape)}"
+                f"input_ids: expected shape {list(self._next_shape)}, one token more than before; "
+                f"got {list(shape)}: make a new recorder for each call of generate"
             )
         self._next_shape = (shape[0], shape[1] + 1)
         for warper in self._warpers:

@@ -128,8 +128,8 @@ def body_of(model: Any) -> Any:
     body = model.base_model if model.base_model is not model else getattr(model, "model", None)
     if not isinstance(body, nn.Module):
         raise ValueError(
-            "model: expected a causal language model with its body in one module, such as "
-            f"LlamaForCausalLM; got {type(model).__name__}"
+            "model: expected a causal language model whose layers are in one module (model.model), "
+            f"such as LlamaForCausalLM; got {type(model).__name__}"
         )
     return body
 
@@ -164,7 +164,7 @@ def _weight_of(layer: Any) -> Tensor:
     if weight is not None and weight.is_floating_point() and is_dense(weight):
         return weight
     if weight is not None:
-        kind += f" with a {type(weight).__name__}: leave the output layer out of the quantisation"
+        kind += f" with a {type(weight).__name__}: exclude the output layer from quantisation"
     raise ValueError(
         "model: expected an output layer that is a torch.nn.Linear with floating-point weights; "
         f"got {kind}"
@@ -180,11 +180,12 @@ def _check_forward(layer: nn.Module) -> None:
         function = getattr(function, "func", function)  # of a partial
         module, name = (str(getattr(function, x, "")) for x in ("__module__", "__qualname__"))
         if not module.startswith(_KNOWN_HOOKS):
-            hint = ": put it on the model's body, which is called"
+            hint = "move it to the model's body"
+            if "_adapter_names" in name:
+                hint = "leave out PEFT's adapter_names"
             raise ValueError(
-                "model: expected an output layer without hooks and without a forward of its own, "
-                f"because it is never called; got {module}.{name}"
-                + (" (PEFT's adapter_names)" if "_adapter_names" in name else hint)
+                f"model: {module}.{name} on the output layer does not work with a fused head, "
+                f"which never calls that layer: {hint}"
             )
 
 
@@ -196,8 +197,8 @@ def check_is_loaded(weight: Tensor) -> None:
     """
     if weight.is_meta:
         raise ValueError(
-            "model: expected an output layer whose weight is in memory; got one on the meta "
-            "device, where accelerate's cpu_offload and device_map put offloaded weights"
+            "model: expected the output layer's weight in memory; got it on the meta device: do "
+            "not offload the output layer (accelerate's cpu_offload, device_map)"
         )
 
 
@@ -231,8 +232,8 @@ def _split_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
     plain = plain and not any(beyond_lora(layer, name) for name in names)
     if not plain or not isinstance(layer.base_layer, nn.Linear):
         raise ValueError(
-            "model: expected no adapter on the output layer, or LoRA without a bias and without "
-            f"variants such as DoRA; got {type(layer).__module__}.{type(layer).__name__}"
+            "model: expected no adapter on the output layer, or plain LoRA (no bias, no variant "
+            f"such as DoRA); got {type(layer).__module__}.{type(layer).__name__}"
         )
     adapters = (
         Adapter(
@@ -301,8 +302,8 @@ def _compare_logits(model: Any, head: Head, ids: Tensor, scale: float) -> float:
     if not error < max(tolerance, _CHECK_TOLERANCE):
         raise ValueError(
             "model: expected logits that are a linear layer of the last hidden states, scaled and "
-            f"capped as the config says; those of {type(model).__name__} are off by {error:.1%} "
-            f"where the largest is {largest:.3g}"
+            f"capped as the config says; those of {type(model).__name__} differ by {error:.1%} of "
+            f"the largest, {largest:.3g}: such a model is not supported"
         )
     return largest
 

@@ -249,11 +249,11 @@ class FusedLinearGRPOLoss(nn.Module):
     def _check_reference(
         self, logps: Tensor | None, hidden: Tensor | None, weight: Tensor | None
     ) -> None:
-        """Refuses a reference that is not wanted, or none where one is."""
+        """Raises ValueError for a reference with `use_ref_model=False`, or none with True."""
         if not self.use_ref_model:
             if logps is not None or hidden is not None:
                 name = "ref_input" if logps is None else "ref_per_token_logps"
-                raise ValueError(f"{name}: expected None with use_ref_model=False; got a tensor")
+                raise ValueError(f"{name} does not work with use_ref_model=False: leave it out")
         elif logps is not None and hidden is not None:
             warnings.warn(
                 "Both ref_per_token_logps and ref_input are provided. Using "

@@ -30,8 +30,8 @@ class Patch:
         for owner, name, _ in new:
             if is_ours(vars(owner)[name]):
                 raise RuntimeError(
-                    f"{type(self).__name__}: expected {owner.__name__}.{name} as it came; it is "
-                    "patched already: undo() first"
+                    f"{type(self).__name__}: {owner.__name__}.{name} is patched already: call "
+                    "undo() on the first patch"
                 )
         for owner, name, ours in new:
             self._own.append((owner, name, vars(owner)[name]))

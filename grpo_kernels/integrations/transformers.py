@@ -161,13 +161,13 @@ class Objective:
         }
         if advantages is None and self.loss_arguments:
             raise ValueError(
-                f"advantages: expected a tensor, as {', '.join(self.loss_arguments)} came; got None"
+                f"advantages: expected a tensor with {', '.join(self.loss_arguments)}; got None"
             )
         check_bool("states", states)
         if states and (advantages is not None or mask is not None or support is not None):
             raise ValueError(
-                "states: expected False with advantages, mask or support, because states=True "
-                "scores nothing; got True"
+                "states=True does not work with advantages, mask or support, because it scores "
+                "nothing: pass states=True alone"
             )
         self.advantages, self.mask, self.old_logps = advantages, mask, old_logps
         self.support, self.temperature, self.execution = support, temperature, execution
@@ -189,7 +189,9 @@ class Objective:
 
         out = self.output
         if out is None or out.loss is None or out.logps is None or out.metrics is None:
-            raise ValueError("objective: expected one whose loss was computed; got one without")
+            raise ValueError(
+                "objective: has no loss yet: pass it to the model as fused_head=, with advantages"
+            )
         names = ("logps", "entropy", "ref_logps", "kl")
         values = {name: getattr(out, name) for name in names}
         loss = GRPOLossOutput(loss=out.loss.detach(), metrics=out.metrics, **values)
@@ -264,7 +266,7 @@ def attach_fused_head(
             f"{type(model).__name__}"
         )
     if hasattr(model, _ATTRIBUTE):
-        raise ValueError("model: expected no fused head; got one: detach_fused_head(model) first")
+        raise ValueError("model: has a fused head already: call detach_fused_head(model) first")
     if model.config.is_encoder_decoder:
         raise ValueError(f"model: expected a decoder-only model; got {type(model).__name__}")
     head = head_of(model)
@@ -302,11 +304,11 @@ def detach_fused_head(model: Any) -> None:
     model = base_model(model)
     attached = getattr(model, _ATTRIBUTE, None)
     if attached is None:
-        raise ValueError("model: expected one with a fused head; got one without")
+        raise ValueError("model: has no fused head to detach: call attach_fused_head(model) first")
     if vars(model).get("forward") is not attached.forward:
         raise ValueError(
-            "model: expected the forward that attach_fused_head put there; it has been wrapped "
-            "since: undo that first (accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+            "model: its forward was wrapped after attach_fused_head: unwrap it first "
+            "(accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
         )
     if attached.in_instance:
         model.forward = attached.own_forward
@@ -371,8 +373,8 @@ def _check_packing(objective: Objective, kwargs: dict[str, Any]) -> None:
     packed = next((x for x in ("cu_seq_lens_q", "seq_idx") if kwargs.get(x) is not None), None)
     if packed and objective.advantages is not None and objective.config.needs_sequences:
         raise ValueError(
-            f"{packed}: expected None with loss_type={objective.config.loss_type!r} and these "
-            "options, which tell sequences apart: pass one sequence per row; got rows of several"
+            f"{packed} does not work with loss_type={objective.config.loss_type!r} and these "
+            "options, which need one sequence per row: do not pack several into a row"
         )
 
 
@@ -382,16 +384,16 @@ def _items_of(objective: Objective, num_items: Any) -> dict[str, Any]:
         return {}
     reason = ""
     if objective.advantages is None:
-        reason = "without advantages, as there is no loss to divide"
+        reason = "without advantages, because there is no loss to divide: leave it out"
     elif "num_items" in objective.loss_arguments:
         return {}  # whoever made the objective knows, and Trainer adds its own to any call
     elif (aggregation := objective.config.effective_aggregation) not in TOKEN_MEANS:
         reason = (
-            f"with the {aggregation!r} aggregation, which divides by sequences: pass their number "
-            "as Objective(num_items=...), which is then used"
+            f"with the {aggregation!r} aggregation, which divides by the number of sequences: pass "
+            "that number as Objective(num_items=...)"
         )
     if reason:
-        raise ValueError(f"num_items_in_batch: expected None {reason}; got {num_items!r}")
+        raise ValueError(f"num_items_in_batch={num_items!r} does not work {reason}")
     return {"num_items": num_items}
 
 

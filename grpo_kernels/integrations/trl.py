@@ -190,8 +190,8 @@ def _attaching(execution: Execution, logits_dtype: str) -> _Attach:
     def attach(model: Any, temperature: float, float32: bool) -> None:
         if float32 and head_of(model).adapters:
             raise ValueError(
-                "cast_lm_head_to_fp32: expected False with an adapter on lm_head, as TRL's cast "
-                "would leave the adapter out of sampling; got True"
+                "cast_lm_head_to_fp32=True does not work with an adapter on lm_head: TRL's cast "
+                "leaves the adapter out of sampling. Pass cast_lm_head_to_fp32=False"
             )
         attach_fused_head(
             model,
@@ -247,8 +247,8 @@ def _prepare(
     if ASKS_FOR_LOGITS:
         if trainer.use_liger_kernel:
             raise ValueError(
-                "use_liger_kernel: expected False with TRL before 1.15, where it selects "
-                "another fused head; got True"
+                "use_liger_kernel=True does not work with TRL before 1.15, where it selects "
+                "another fused head: pass use_liger_kernel=False, or upgrade TRL"
             )
         for model in filter(None, (trainer.model, trainer.ref_model)):
             inner, float32 = extract_model_from_parallel(model), trainer.args.cast_lm_head_to_fp32

@@ -96,7 +96,7 @@ def names_of(model: Any) -> list[str]:
     ]  # fmt: skip
 
 
-_PLAIN = "model: expected plain LoRA, which can be merged on the way to vLLM"
+_PLAIN = "model: expected plain LoRA, which can be merged into the weights that vLLM gets"
 
 
 def check_can_be_sent(model: Any) -> None:
@@ -109,8 +109,8 @@ def check_can_be_sent(model: Any) -> None:
     sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
         raise ValueError(
-            f"model: expected whole weights; got a sharded one, {sharded}: TRL's trainer sends "
-            "such weights to vLLM itself"
+            f"model: expected unsharded weights; {sharded} is sharded: use TRL's trainer, which "
+            "gathers weights and sends them to vLLM"
         )
     if not hasattr(model, "peft_config"):
         return
@@ -128,9 +128,9 @@ def check_can_be_sent(model: Any) -> None:
     tied = (getattr(x, "ensure_weight_tying", False) for x in model.peft_config.values())
     if any(adapted) and not (all(adapted) and all(tied)):
         raise ValueError(
-            "model: expected no adapter on a tied output layer or embedding (lora_target), of "
-            "which vLLM has one weight, unless PEFT ties it too (ensure_weight_tying); got one on "
-            f"the {'embedding' if adapted[0] else 'output layer'}"
+            "model: expected no adapter on a tied output layer or embedding, as vLLM has one "
+            f"weight for both; got one on the {'embedding' if adapted[0] else 'output layer'}: "
+            "leave it out of lora_target, or tie both with PEFT's ensure_weight_tying=True"
         )
 
 
