@@ -40,9 +40,9 @@ except ImportError as error:
 
 
 class SupportRecorder(LogitsProcessor):
-    """Truncates as `generate` does, and keeps the ids that are left for each sampled token.
+    """Truncates as `generate` does, and records the remaining ids for each sampled token.
 
-    One recorder serves one call of `generate`. Of a step it keeps int32 ids on the CPU, not scores.
+    Use one recorder per call of `generate`. It stores int32 ids on the CPU, not scores.
 
     Args:
         temperature: divides the logits, > 0.
@@ -72,10 +72,10 @@ class SupportRecorder(LogitsProcessor):
 
     @staticmethod
     def generate_options() -> dict[str, Any]:
-        """Returns arguments with which `generate` samples from the scores as they come.
+        """Returns arguments with which `generate` samples from unchanged scores.
 
-        Penalties and other cutoffs, which a model's own `GenerationConfig` may ask for, are off,
-        too. `min_p` is 0, not None, which stands for the model's own default.
+        They also turn off penalties and other cutoffs that a model's own `GenerationConfig` may
+        have. `min_p` is 0, because None would mean the model's own default.
         """
         off = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
         off |= {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0}
@@ -101,13 +101,13 @@ class SupportRecorder(LogitsProcessor):
         """Returns the support of each row, on the CPU.
 
         Args:
-            lengths: the tokens of each row that count; what was sampled after them is dropped.
+            lengths: the number of tokens of each row; later tokens are dropped.
 
         Returns:
-            Per row a `Support` of int32 `token_ids [K]` and int64 `offsets [length + 1]`.
+            A `Support` per row: int32 `token_ids [K]` and int64 `offsets [length + 1]`.
 
         Raises:
-            ValueError: lengths that do not fit what was recorded.
+            ValueError: lengths that do not match the recorded tokens.
         """
         rows = len(self._steps[0][1]) if self._steps else len(lengths)
         if len(lengths) != rows or max(lengths, default=0) > len(self._steps):

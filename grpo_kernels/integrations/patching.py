@@ -1,4 +1,4 @@
-"""`Patch`: puts ours in the place of a framework's names, and theirs back."""
+"""`Patch`: replaces names of a framework, and restores them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Replacement = tuple[Any, str, Any]
 
 
 class Patch:
-    """Replaces names of other packages until `undo()`, or to the end of a `with` block.
+    """Replaces names of other packages until `undo()`, or the end of a `with` block.
 
     Args:
-        replacements: what takes which name's place. Nothing is replaced twice.
+        replacements: owner, name and replacement of each name.
 
     Raises:
-        RuntimeError: a name has been replaced already; none of the others is then.
+        RuntimeError: a name is replaced already; then nothing is replaced.
     """
 
     def __init__(self, replacements: Iterable[Replacement]) -> None:
@@ -39,7 +39,7 @@ class Patch:
             setattr(owner, name, ours)
 
     def undo(self) -> None:
-        """Puts back what was there; a second call does nothing."""
+        """Restores the replaced names; a second call does nothing."""
         while self._own:
             setattr(*self._own.pop())
 

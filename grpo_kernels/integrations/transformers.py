@@ -69,16 +69,16 @@ _ATTRIBUTE = "_grpo_kernels_head"
 
 @dataclass
 class FusedHeadOutput(ModelOutput):
-    """The result of a call with a fused head; per-token values are 0 where nothing is scored.
+    """The result of a call with a fused head; per-token values are 0 at labels of -100.
 
     Args:
         loss: the GRPO loss, 0-d; None without advantages.
-        logps: float32 `[B, S - 1]`: the log-prob of each label but the first, predicted by the
-            position before it. `[B, logits_to_keep]` with that argument, `[B, S]` with
-            `shift_labels`. Differentiable without advantages, detached with them.
+        logps: log-prob of each label but the first, predicted by the position before it: float32
+            `[B, S - 1]`, `[B, logits_to_keep]` with that argument, `[B, S]` with `shift_labels`.
+            Differentiable without advantages, detached with them.
         entropy: in nats; shape, dtype and gradient as `logps`.
         mask: bool, in the shape of `logps`: True where a token is scored.
-        metrics, ref_logps, kl: those of `fused_grpo_loss`; None without advantages.
+        metrics, ref_logps, kl: as in `fused_grpo_loss`; None without advantages.
         aux_loss: the load-balancing loss of a mixture of experts, if the config or the argument
             `output_router_logits` asks for it. It is not part of `loss`.
     """
@@ -99,30 +99,30 @@ class FusedHeadOutput(ModelOutput):
 
 
 class Objective:
-    """Asks a fused head for the GRPO loss or, without advantages, for log-probs alone.
+    """Asks a fused head for the GRPO loss or, without advantages, for log-probs only.
 
-    This is an object, not arguments of the model's forward, because FSDP's mixed precision rounds
-    a forward's arguments and results to bf16. After the call, `output` holds the `FusedHeadOutput`
-    as computed, before any wrapper rounds it.
+    An object instead of arguments of the forward, because FSDP's mixed precision rounds arguments
+    and results of a forward to bf16. After the call, `output` holds the `FusedHeadOutput` before
+    any wrapper rounds it.
 
     Args:
-        advantages: `[B]`, or in the shape of the log-probs, like all per-token values here. None
-            asks for log-probs alone.
-        mask: bool or 0/1, the tokens that count among the labels other than -100.
+        advantages: `[B]`, or in the shape of the log-probs, like all per-token values here. None:
+            log-probs only.
+        mask: bool or 0/1; 0 leaves out a token, in addition to labels of -100.
         old_logps, ref_logps, sampling_logps: as in `fused_grpo_loss`.
         ce_weights: as in `fused_grpo_loss`; 0 where the label is -100.
         config, num_items: as in `fused_grpo_loss`.
-        support: what sampling kept for each token, as in `fused_grpo_loss`, with the tokens in the
-            row-major order of the log-probs. Also without advantages.
+        support: the ids that the sampler kept for each token, as in `fused_grpo_loss`, with tokens
+            in the row-major order of the log-probs. Also works without advantages.
         reference: another model's states and head on the same tokens, as in `fused_grpo_loss`.
-        states: asks for these: `output` has nothing then, and `reference` is this model's, to be
-            the reference of other calls' objectives, also after a step. A head that is trained
-            (`requires_grad`) or sharded is copied, a frozen one is shared with the model.
-        temperature: divides the logits of this call; None: as attached.
-        execution: of this call; None: as attached.
+        states: scores nothing, and sets `reference` to this model's hidden states and head, for the
+            objectives of other calls, also after a step. A head that is trained (`requires_grad`)
+            or sharded is copied; a frozen one is shared with the model.
+        temperature: divides the logits of this call; None: as in `attach_fused_head`.
+        execution: backend and memory of this call; None: as in `attach_fused_head`.
 
     Raises:
-        TypeError: no config, or no execution.
+        TypeError: a config or an execution of another type.
         ValueError: an argument of the loss without advantages.
     """
 
@@ -177,13 +177,13 @@ class Objective:
         self._call: dict[str, Any] = {}  # what `explain` needs of the call besides its output
 
     def explain(self, **more: Any) -> Explanation:
-        """Explains the loss of the call that was made with this objective, token by token.
+        """Explains the loss of the last call with this objective, token by token.
 
         Args:
-            more: arguments of `grpo_kernels.explain.explain` besides those of the loss.
+            more: further arguments of `grpo_kernels.explain.explain`, such as `tokenizer`.
 
         Raises:
-            ValueError: no loss was computed yet.
+            ValueError: no call has computed a loss yet.
         """
         from ..explain import explain
 
@@ -200,7 +200,7 @@ class Objective:
 
 @dataclass
 class _Attached:
-    """The state of a fused head, kept on its model."""
+    """The state of a fused head, an attribute of its model."""
 
     own_forward: Any  # the model's bound forward from before
     in_instance: bool  # own_forward was an attribute of the instance, not of the class
@@ -242,13 +242,13 @@ def attach_fused_head(
         keyword: the name of the new argument.
         float32: multiply hidden states and head in float32, outside autocast.
         check: compare with the model's own logits on a few ids, at the cost of one forward. Skipped
-            if the weights are not loaded on this rank (ZeRO-3, FSDP2, the meta device).
+            if the weights are not on this rank (ZeRO-3, FSDP2, the meta device).
         temperature: divides the logits of all calls, as in `LMHead`.
-        logits_dtype: of all calls, as in `LMHead`.
-        execution: of all calls.
+        logits_dtype: as in `LMHead`, for all calls.
+        execution: backend and memory of all calls.
 
     Raises:
-        TypeError: the model is not one of transformers, or an option is of another type.
+        TypeError: the model is not one of transformers, or an option has another type.
         ValueError: PEFT with virtual tokens, an encoder-decoder, a head attached already, or
             logits that are not such a linear layer.
     """

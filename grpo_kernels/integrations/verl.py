@@ -44,14 +44,14 @@ _ENTROPY: ContextVar[bool] = ContextVar("entropy", default=True)
 
 
 class patch_verl(Patch):
-    """Makes verl know the backend `grpo_kernels` of its fused head; others stay as they are.
+    """Adds the backend `grpo_kernels` to verl's fused head; other backends stay as they are.
 
-    verl does this by itself where this library is installed. Call it for another `execution`, in a
-    module that `VERL_USE_EXTERNAL_MODULES` names: verl imports these before it looks for plug-ins.
-    The patch stays until `undo()`, or to the end of a `with` block.
+    verl does this itself if this library is installed. Call it for another `execution`, in a module
+    that `VERL_USE_EXTERNAL_MODULES` names: verl imports these before it looks for plug-ins. The
+    patch lasts until `undo()`, or the end of a `with` block.
 
     Args:
-        execution: how the head's calls are computed.
+        execution: backend and memory of the head's calls.
 
     Raises:
         ImportError: no verl 0.9 is installed.
