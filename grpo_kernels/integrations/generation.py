@@ -112,8 +112,8 @@ class SupportRecorder(LogitsProcessor):
         rows = len(self._steps[0][1]) if self._steps else len(lengths)
         if len(lengths) != rows or max(lengths, default=0) > len(self._steps):
             raise ValueError(
-                f"lengths: expected {rows} numbers up to {len(self._steps)}, as recorded; got "
-                f"{len(lengths)} up to {max(lengths, default=0)}"
+                f"lengths: expected {rows} numbers up to {len(self._steps)}, one per recorded row; "
+                f"got {len(lengths)}, up to {max(lengths, default=0)}"
             )
         steps = [token_ids.split(counts.tolist()) for token_ids, counts in self._steps]
         counts = [step_counts for _, step_counts in self._steps]

@@ -161,7 +161,8 @@ class Objective:
         }
         if advantages is None and self.loss_arguments:
             raise ValueError(
-                f"advantages: expected a tensor with {', '.join(self.loss_arguments)}; got None"
+                f"{', '.join(self.loss_arguments)}: no effect without advantages: pass "
+                "Objective(advantages, ...)"
             )
         check_bool("states", states)
         if states and (advantages is not None or mask is not None or support is not None):

@@ -247,7 +247,7 @@ def test_calls_that_are_refused(kwargs, message):
         ({"support": [torch.ones(2)]}, "support: expected"),
         (
             {"advantages": None, "old_logps": torch.zeros(1)},
-            "advantages: expected a tensor with old",
+            "old_logps: no effect without advantages",
         ),
         ({"execution": {}}, "execution: expected an Execution; got {}"),
     ),
