@@ -124,18 +124,12 @@ def fused_grpo_loss(
 
     Returns:
         `loss`: float32 scalar.
-        `metrics`: 0-d device tensors, means over unmasked tokens; reading one synchronizes.
-            `tokens`, `ratio_mean`, `ratio_max`, `ess` (effective sample size of the ratios, 1 at
-            best), `entropy`, `zero_gradient` (share of tokens), `clip_low` and `clip_high` (0 where
-            nothing clips); `kl` and `kl_max` given `ref_logps` or a `reference`; those of the
-            loss's options under TRL's names (`docs/objectives.md`); `ce_loss`, `ce_tokens` and
-            `ce_nll` given `ce_weights`; `support/mean` and `support/p99` (entries per token that
-            has a set), `support/singletons` (share of these) and `support/gathered` (of all),
-            given a `support`.
-        `logps`, `entropy`: float32 in the shape of `targets`, 0 where masked and without a weight
-            in `ce_weights`, detached (for differentiable ones see `linear_logprobs`).
-        `ref_logps`, `kl`: likewise, the reference's log-probs or the exact KL to it; None without a
-            `reference`.
+        `metrics`: 0-d device tensors, means over unmasked tokens; reading one synchronizes
+            (`docs/objectives.md` lists them, `docs/support.md` those of a support).
+        `logps`, `entropy`: float32 in the shape of `targets`, detached (`linear_logprobs` has
+            differentiable ones); 0 where masked without a weight in `ce_weights`.
+        `ref_logps`, `kl`: the reference's log-probs or the exact KL to it, same shape; None without
+            a `reference`.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the

@@ -53,10 +53,10 @@ class GRPOKernelsArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_grpo_kernels(cls, config: Any) -> Any:
-        """Refuses what the patch would not reach.
+        """Checks the options.
 
         Raises:
-            ValueError: naming the option, what was expected and what came.
+            ValueError: an option with which axolotl would not call the patch.
         """
         if not config.get("grpo_kernels"):
             if config.get("grpo_kernels_options"):

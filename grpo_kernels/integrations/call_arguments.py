@@ -31,7 +31,7 @@ _CACHES = ("past_key_values", "cache", "cache_params", "state", "mems")
 
 
 def check_arguments(model: Any, kwargs: dict[str, Any], names: Sequence[str]) -> None:
-    """Refuses arguments that a fused head would ignore, and takes out those that change nothing.
+    """Raises for arguments that a fused head would ignore; removes those without effect.
 
     Args:
         model: a model of transformers.

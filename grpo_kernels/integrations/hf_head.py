@@ -66,10 +66,10 @@ class Head(NamedTuple):
         temperature: float | Tensor = 1.0,
         logits_dtype: str = "fp32",
     ) -> LMHead:
-        """The head of a call on these states, its weights gathered from all ranks.
+        """Returns the `LMHead` for these hidden states, with weights gathered from all ranks.
 
         Args:
-            hidden: `[..., H]`, the input of the head; LoRA's first matrix is applied to it.
+            hidden: `[..., H]`, the input of the head, to which LoRA's first matrix is applied.
             temperature: divides the logits, as in `LMHead`.
             logits_dtype: as in `LMHead`.
         """
@@ -114,7 +114,7 @@ class Adapter(NamedTuple):
 
 
 def base_model(model: Any) -> Any:
-    """Returns the transformers model inside a PEFT one (its layers hold the adapters)."""
+    """Returns the transformers model inside a PEFT model; its layers hold the adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -122,7 +122,7 @@ def body_of(model: Any) -> Any:
     """Returns the module inside a transformers model that makes the last hidden states.
 
     Raises:
-        ValueError: there is none; such a model makes them in its own forward.
+        ValueError: the model computes them in its own forward.
     """
     # Some (Llama4ForCausalLM, MllamaForCausalLM) have it by another name than they say.
     body = model.base_model if model.base_model is not model else getattr(model, "model", None)
@@ -141,11 +141,11 @@ def is_prompt_learning(model: Any) -> bool:
 
 
 def head_of(model: Any) -> Head:
-    """Returns the head of a transformers or PEFT model in its present state.
+    """Returns the current head of a transformers or PEFT model.
 
     Raises:
-        ValueError: the output layer is not a linear layer of floating-point weights, has an
-            adapter that is not plain LoRA, or a hook or forward that would be left out.
+        ValueError: the output layer is not a linear layer with floating-point weights, or has an
+            adapter that is not plain LoRA, or a hook or forward that would not run.
     """
     model = base_model(model)
     config = model.config.get_text_config()
@@ -172,7 +172,7 @@ def _weight_of(layer: Any) -> Tensor:
 
 
 def _check_forward(layer: nn.Module) -> None:
-    """Refuses what would run in a call of the layer, as its weight is used without one."""
+    """Raises ValueError for hooks or a forward on a layer whose weight is used without a call."""
     hooks = hooks_of(layer)
     if "forward" in vars(layer):
         hooks.append(vars(layer)["forward"])
@@ -190,10 +190,10 @@ def _check_forward(layer: nn.Module) -> None:
 
 
 def check_is_loaded(weight: Tensor) -> None:
-    """Refuses a weight that is not here.
+    """Checks that a weight is in memory.
 
     Raises:
-        ValueError: it is on the meta device.
+        ValueError: the weight is on the meta device.
     """
     if weight.is_meta:
         raise ValueError(
@@ -267,8 +267,8 @@ def check_logits(model: Any, ids: Tensor | None = None) -> None:
         ids: `[1, T]`, token ids of a prompt; None takes a few from the middle of the vocabulary.
 
     Raises:
-        ValueError: the logits differ, as the model does something to them that is not known here,
-            or its head is offloaded.
+        ValueError: the logits differ, because the model does something unknown to them; or its head
+            is offloaded.
     """
     model, head = base_model(model), head_of(model)
     check_is_loaded(head.weight)

@@ -337,7 +337,7 @@ class patch_liger(Patch):
 
     @staticmethod
     def active() -> bool:
-        """Tells if Liger is patched now."""
+        """Returns True while Liger is patched."""
         import liger_kernel.chunked_loss as where
 
         return is_ours(vars(where)[_NAME])

@@ -56,20 +56,20 @@ class Patch:
 
 
 def is_ours(replaced: Any) -> bool:
-    """Tells if a `Patch` has put this in the place of something."""
+    """Returns True if a `Patch` has put this in the place of something."""
     return _MARK in getattr(replaced, "__dict__", {})
 
 
 def check_version(package: str, oldest: str, before: str | None = None) -> None:
-    """Refuses a framework that is missing, too old or too new.
+    """Checks that a framework is installed, and neither too old nor too new.
 
     Args:
-        package: its name in the package index.
-        oldest: the oldest version that has what is patched.
-        before: the first version that is known to have something else, if there is one.
+        package: name in the package index.
+        oldest: the oldest version that works.
+        before: the first newer version that is known not to work; None: unknown.
 
     Raises:
-        ImportError: naming the versions wanted, and the one that is installed.
+        ImportError: naming the expected versions and the installed one.
     """
     requirement = f"{package}>={oldest}" + (f",<{before}" if before else "")
     try:

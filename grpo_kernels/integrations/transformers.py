@@ -370,7 +370,7 @@ def _fused_forward(
 
 
 def _check_packing(objective: Objective, kwargs: dict[str, Any]) -> None:
-    """Refuses rows of several sequences where the loss takes a row for one."""
+    """Raises ValueError for rows of several sequences if the loss needs one sequence per row."""
     packed = next((x for x in ("cu_seq_lens_q", "seq_idx") if kwargs.get(x) is not None), None)
     if packed and objective.advantages is not None and objective.config.needs_sequences:
         raise ValueError(

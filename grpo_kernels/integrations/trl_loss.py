@@ -43,11 +43,11 @@ OF_TRLS_LOSS = {
 
 
 def check_own(trainer: Any, loss: object) -> None:
-    """Refuses a name, and options of TRL's loss that a loss of one's own leaves out, or twists.
+    """Checks your own loss, and that no option of TRL's loss would be ignored.
 
     Raises:
         TypeError: the loss is a name.
-        ValueError: an option differs from TRL's default.
+        ValueError: an option of TRL's loss differs from its default.
     """
     if isinstance(loss, str):
         raise TypeError(

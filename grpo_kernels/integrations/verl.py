@@ -107,7 +107,7 @@ class patch_verl(Patch):
 
     @staticmethod
     def active() -> bool:
-        """Tells if verl is patched now."""
+        """Returns True while verl is patched."""
         from verl.utils.kernel import linear_cross_entropy as kernel
 
         return is_ours(kernel.linear_cross_entropy)
@@ -185,7 +185,7 @@ _WEIGHT_ALONE = "verl's fused forward uses lm_head.weight only"
 
 
 def _check_targets_of_lora(config: Any) -> None:
-    """Refuses a LoRA on the head, which verl puts there after its forward has been patched."""
+    """Raises ValueError for a LoRA on the head, which verl adds after the forward is patched."""
     targets = config.target_modules
     named = [targets] if isinstance(targets, str) else targets or []
     if config.lora_rank > 0 and any("lm_head" in name for name in named):
@@ -196,7 +196,7 @@ def _check_targets_of_lora(config: Any) -> None:
 
 
 def _check_engine(model: Any, config: Any) -> None:
-    """Refuses, where the head is this library's, what is known when the model has been wrapped."""
+    """Raises ValueError for what only a wrapped model with this head shows: LoRA, offloading."""
     if not any(getattr(x, "_verl_fused_kernels_backend", None) == NAME for x in model.modules()):
         return
     for name, module in model.named_modules():
