@@ -1,4 +1,4 @@
-"""GRPO loss and gradients directly from hidden states, without ever holding the logits."""
+"""GRPO loss and gradients directly from hidden states, without storing the logits."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ __all__ = [
     "topk_kl",
 ]
 
-# What an exact call does not load, and where it is.
+# Names that an exact call does not load, and their modules.
 _NOT_OF_A_CALL = {
     "fused_distillation_loss": "fused_distillation",
     "group_advantages": "loss.advantages",

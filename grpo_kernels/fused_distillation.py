@@ -53,42 +53,44 @@ def fused_distillation_loss(
 ) -> DistillationOutput:
     """Computes the divergence of a linear head's softmax from a reference's, and its gradients.
 
-    Equivalent PyTorch, with the logits never held, for `kind="reverse"`:
+    Equivalent PyTorch for `kind="reverse"`, without storing the logits:
 
         s = (hidden @ weight.T).log_softmax(-1)
         t = (reference.hidden @ reference.head.T).log_softmax(-1)
         loss = ((s.exp() * (s - t)).sum(-1) * mask).sum() / mask.sum()
 
     Args:
-        hidden: `[B, T, H]` or packed `[N, H]`, float32, bfloat16 or float16: the student's.
-        head: its LM head, a weight `[V, H]` or an `LMHead`.
+        hidden: the student's hidden states, `[B, T, H]` or packed `[N, H]`, float32, bfloat16 or
+            float16.
+        head: the student's LM head, a weight `[V, H]` or an `LMHead`.
         reference: the teacher's hidden states on the same tokens, `[B, T, H']` or `[N, H']`, and
-            its head of the same vocabulary, `[V, H']`: constants in float32, bfloat16 or float16.
-            Rows that are padding are sliced off: `weight[:V]`.
+            head, `[V, H']`, with the same vocabulary: constants in float32, bfloat16 or float16.
+            Slice off rows that are padding: `weight[:V]`.
         mask: `[B, T]` or `[N]`, bool or 0/1; None counts every token. Masked positions may hold
             anything, NaN included, in either model's states.
         kind: with s the student and t the teacher, `"reverse"`: KL(s || t), `"forward"`:
             KL(t || s), or `"jsd"`: `beta KL(t || m) + (1 - beta) KL(s || m)`, with
             `m = beta t + (1 - beta) s`.
-        beta: of `"jsd"`, in (0, 1). Divided by it, the loss comes to the forward KL as it goes to
-            0; divided by `1 - beta`, to the reverse KL as it goes to 1.
+        beta: the teacher's share of m in `"jsd"`, in (0, 1). As `beta` goes to 0, the loss divided
+            by `beta` goes to the forward KL; as it goes to 1, the loss divided by `1 - beta` goes
+            to the reverse KL.
         num_items: denominator of the loss, a number > 0 or 0-d tensor: the unmasked tokens of the
-            whole optimizer step. None: those of this call.
-        execution: how it is computed.
+            optimizer step. None: those of this call.
+        execution: backend, memory and reproducibility.
 
     Returns:
         `loss`: float32 scalar, the sum over unmasked tokens divided by `num_items`.
         `metrics`: 0-d device tensors: `tokens`; `divergence` and `divergence_max`, mean and
-            largest over unmasked tokens; `entropy` and `ref_entropy`, in nats; `agreement`, the
-            share of tokens whose likeliest id is the teacher's as well.
+            maximum over unmasked tokens; `entropy` and `ref_entropy`, in nats; `agreement`, the
+            share of tokens for which student and teacher have the same most likely id.
         `divergence`: float32 in the shape of the mask, detached, 0 where masked.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
         RuntimeError: on double backward.
 
-    An entry that both rule out (-inf) has no part. One that the teacher alone rules out makes the
-    reverse KL infinite, as the student alone does the forward KL; the jsd is always finite.
+    Ids at -inf in both models are ignored. -inf in the teacher only makes the reverse KL infinite,
+    in the student only the forward KL; the jsd is always finite.
 
     Source: generalised JSD and on-policy distillation, arXiv:2306.13649. Reference:
     `grpo_kernels.reference.divergence`, in any dtype up to float64.

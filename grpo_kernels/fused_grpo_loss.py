@@ -1,4 +1,4 @@
-"""The GRPO loss and its gradients from hidden states, without ever holding the logits.
+"""The GRPO loss and its gradients from hidden states, without storing the logits.
 
 Where the objective is token-local (`GRPOLossConfig.one_pass`), the gradient of a token's log-prob
 follows from that token alone. So a chunk of logits can be computed, used for loss and gradient, and
@@ -75,9 +75,9 @@ def fused_grpo_loss(
     cu_seqlens: Tensor | None = None,
     execution: Execution = Execution(),  # noqa: B008 - frozen
 ) -> GRPOLossOutput:
-    """Computes the GRPO loss of a linear head over hidden states, and prepares its gradients.
+    """Computes the GRPO loss of a linear head over hidden states, and its gradients.
 
-    Equivalent PyTorch, with the logits never held:
+    Equivalent PyTorch, without storing the logits:
 
         logits = (hidden @ weight.T + bias).float() / temperature
         logps = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
@@ -87,55 +87,49 @@ def fused_grpo_loss(
         hidden: `[B, T, H]` or packed `[N, H]`, float32, bfloat16 or float16. `hidden[..., t, :]`
             is the state that predicts `targets[..., t]`: the caller shifts.
         head: the LM head's weight `[V, H]`, or an `LMHead` if it has a bias, a LoRA, a scale, a
-            softcap or a temperature, or lies on several ranks.
-        targets: `[B, T]` or `[N]`, integer token ids in [0, V) wherever the mask is 1.
+            softcap or a temperature, or is split over ranks.
+        targets: `[B, T]` or `[N]`, integer token ids in [0, V) where the mask is 1.
         advantages: `[B]`, `[B, T]` or `[N]`; `[B]` with packed input needs `cu_seqlens`.
         mask: of the shape of `targets`, bool or 0/1; None counts every token. Masked positions
             may hold anything, NaN included, in any argument.
-        old_logps: log-probs under the policy that is the ratio's denominator, a constant of the
-            shape of `targets`; None is on-policy: ratio 1, with its gradient.
-        ref_logps: log-probs under the reference policy, likewise; needed when `config.beta` is
-            not 0, and otherwise used for the `kl` metrics alone.
-        sampling_logps: log-probs as the sampler reported them, likewise, NaN where it reported
-            none; needed by `config.is_correction`, used by `config.off_policy_threshold`, and
-            otherwise by the metrics alone.
-        ce_weights: adds the cross-entropy term `-(ce_weights * logps).sum()` on any tokens, those
-            of a tool or a demonstration, say: constants of the shape of `targets`, in a float
-            dtype, any normalizer included. Tokens whose weight is not 0 take part whether or not
-            the mask has them; the policy terms, `num_items` and the policy's metrics are over
-            `mask` alone. A weight below 0 makes its token less likely, without bound.
-        support: the sets that the sampler kept for each token. Log-probs, entropy, loss and metrics
-            are then those of the softmax over these ids, and gradients are exact, from their rows
-            of the head alone (`docs/support.md`). A token without a set is scored over the whole
-            vocabulary; masked tokens may have anything.
-        reference: another model's hidden states and head on the same tokens, in place of
-            `ref_logps`, which are then computed here; the same vocabulary; constants in float32,
-            bfloat16 or float16. With `config.kl_estimator = "exact"` the KL to it is that over
-            the vocabulary, with its gradient. Without a support.
-        config: the loss to compute; `config.one_pass` tells if in one pass or two.
+        old_logps: log-probs under the policy before the update, the ratio's denominator: a constant
+            in the shape of `targets`. None: on-policy, the ratio is 1 but has a gradient.
+        ref_logps: log-probs under the reference policy, same shape; required if `config.beta` is
+            not 0, otherwise used for the `kl` metrics only.
+        sampling_logps: the sampler's log-probs, same shape, NaN where it reported none; required by
+            `config.is_correction`, used by `config.off_policy_threshold`, otherwise for metrics
+            only.
+        ce_weights: adds the cross-entropy term `-(ce_weights * logps).sum()` on any tokens, such as
+            a tool's or a demonstration's: float constants in the shape of `targets`, normalized by
+            you. Tokens with a weight count for this term whether masked or not; all other terms,
+            `num_items` and metrics use `mask`. A negative weight makes its token less likely,
+            without bound.
+        support: the ids that the sampler kept for each token. Log-probs, entropy, loss and metrics
+            are then of the softmax over these ids, with exact gradients, from their rows of the
+            head only (`docs/support.md`). A token with an empty set is scored over the full
+            vocabulary; masked tokens may have any set.
+        reference: another model's hidden states and head on the same tokens, instead of
+            `ref_logps`: same vocabulary; constants in float32, bfloat16 or float16. With
+            `config.kl_estimator = "exact"` the KL to it is over the full vocabulary. Does not work
+            with a support.
+        config: the loss to compute; `config.one_pass` is False if it takes two passes.
         num_items: denominator of the loss, a number > 0 or 0-d tensor: the unmasked tokens (`dapo`
-            and `bnpo`) or the sequences (`grpo`, `luspo` and `dr_grpo`) of the whole optimizer step
-            over all ranks, divided by the number of ranks over which gradients are averaged. The
-            losses of its parts then add up, however it is cut; the entropy bonus stays a mean over
-            the call. None: those of this call.
-        cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
-            where the objective tells sequences apart.
-        execution: how it is computed.
+            and `bnpo`) or the sequences (`grpo`, `luspo` and `dr_grpo`) of the optimizer step over
+            all ranks, divided by the number of ranks over which gradients are averaged. The losses
+            of the step's calls then add up; the entropy bonus stays a mean over each call. None:
+            the count of this call.
+        cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; required
+            by losses that depend on sequences.
+        execution: backend, memory and reproducibility.
 
     Returns:
         `loss`: float32 scalar.
-        `metrics`: 0-d device tensors, means over unmasked tokens; reading one synchronizes.
-            `tokens`, `ratio_mean`, `ratio_max`, `ess` (effective sample size of the ratios, 1 at
-            best), `entropy`, `zero_gradient` (share of tokens), `clip_low` and `clip_high` (0 where
-            nothing clips); `kl` and `kl_max` given `ref_logps` or a `reference`; those of the
-            loss's options under TRL's names (`docs/objectives.md`); `ce_loss`, `ce_tokens` and
-            `ce_nll` given `ce_weights`; `support/mean` and `support/p99` (entries per token that
-            has a set), `support/singletons` (share of these) and `support/gathered` (of all),
-            given a `support`.
-        `logps`, `entropy`: float32 in the shape of `targets`, 0 where masked and without a weight
-            in `ce_weights`, detached (for differentiable ones see `linear_logprobs`).
-        `ref_logps`, `kl`: likewise, the reference's log-probs or the exact KL to it; None without a
-            `reference`.
+        `metrics`: 0-d device tensors, means over unmasked tokens; reading one synchronizes
+            (`docs/objectives.md` lists them, `docs/support.md` those of a support).
+        `logps`, `entropy`: float32 in the shape of `targets`, detached (`linear_logprobs` has
+            differentiable ones); 0 where masked without a weight in `ce_weights`.
+        `ref_logps`, `kl`: the reference's log-probs or the exact KL to it, same shape; None without
+            a `reference`.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the

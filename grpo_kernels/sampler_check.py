@@ -1,4 +1,4 @@
-"""Tells whether sampler and policy round their logits alike: both, or neither, is wanted."""
+"""Compares how sampler and policy round their logits: they should agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = 1e-3
 
 
 class SamplerCheck(NamedTuple):
-    """The distance between log-probs of sampler and policy, for both roundings of the logits."""
+    """Difference of the sampler's and the policy's log-probs, for both roundings of the logits."""
 
     tokens: int  # that count
     rms_fp32: float  # root of the mean squared difference in nats, logits in float32
@@ -27,14 +27,14 @@ class SamplerCheck(NamedTuple):
 
     @property
     def closer(self) -> str | None:
-        """The `logits_dtype` that is closer to the sampler by a fifth; None: neither."""
+        """The `logits_dtype` that is closer to the sampler by a fifth; None if neither is."""
         if self.rms_model < (1 - SHARE) * self.rms_fp32:
             return "model"
         return "fp32" if self.rms_fp32 < (1 - SHARE) * self.rms_model else None
 
     @property
     def advice(self) -> str:
-        """Says what brings the difference down."""
+        """Advice on how to reduce the difference."""
         if self.closer == "model":
             return (
                 "the sampler rounds its logits and the policy does not: give the sampler a head "
@@ -64,11 +64,10 @@ class SamplerCheck(NamedTuple):
 def check_sampler(
     sampling_logps: Tensor, logps_fp32: Tensor, logps_model: Tensor, mask: Tensor | None = None
 ) -> SamplerCheck:
-    """Tells which rounding of the logits the sampler's log-probs come from.
+    """Finds the rounding of the logits that the sampler's log-probs come from.
 
-    A head in bfloat16 rounds each logit to 8 bits, which moves log-probs by about a hundredth of a
-    nat. Where the sampler does it and the policy does not, or the other way round, every ratio of
-    the two is off by that, before anything was trained.
+    A head in bfloat16 rounds each logit to 8 bits, which moves log-probs by about 0.01 nats. If
+    only one of sampler and policy rounds, their ratios are off by that much before training.
 
         hidden = ...  # of the policy that sampled
         fp32 = linear_logprobs(hidden, weight, targets, mask=mask).logps
@@ -77,18 +76,16 @@ def check_sampler(
         print(check_sampler(sampling_logps, fp32, model, mask))
 
     Args:
-        sampling_logps: log-probs as the sampler reported them, in any shape; NaN where it reported
-            none.
-        logps_fp32: of the same tokens by the policy that sampled, from logits in float32.
+        sampling_logps: the sampler's log-probs, in any shape; NaN where it reported none.
+        logps_fp32: log-probs under the policy that sampled, from logits in float32.
         logps_model: the same from logits in the model's dtype.
-        mask: the tokens that count, bool or 0/1; None: all.
+        mask: bool or 0/1; None: all tokens.
 
     Returns:
-        Differences under both roundings, and `advice`; `print` shows all of it. Waits for the
-        device.
+        Differences under both roundings, and `advice`; `print` shows them. Waits for the device.
 
     Raises:
-        TypeError, ValueError: no tensors of one shape, or no token that counts.
+        TypeError, ValueError: arguments that are not tensors of one shape, or an empty mask.
     """
     samples = {
         "sampling_logps": sampling_logps,

@@ -1,4 +1,4 @@
-"""The results of the public calls."""
+"""Results of the public calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class LogprobOutput(NamedTuple):
 
     Attributes:
         logps: log-probs of the targets.
-        entropy: in nats; None unless it was asked for.
-        logsumexp: of the logits after temperature.
+        entropy: in nats; None without `entropy=True`.
+        logsumexp: logsumexp of the logits after temperature.
     """
 
     logps: Tensor
@@ -41,10 +41,10 @@ class GRPOLossOutput(NamedTuple):
     Attributes:
         loss: differentiable scalar, float32.
         metrics: name to 0-d tensor, on the device; reading one synchronizes.
-        logps: float32 in the shape of the targets, detached.
-        entropy: likewise, in nats; None where it was neither computed nor given.
-        ref_logps: likewise, of the reference that the call scored; None where it scored none.
-        kl: likewise, the exact KL to the reference, in nats; None unless the loss has it.
+        logps: float32 in the shape of the targets, detached, as are the next three.
+        entropy: in nats; None if it was neither computed nor passed.
+        ref_logps: log-probs under `reference`; None without one.
+        kl: the exact KL to the reference, in nats; None if the loss has none.
     """
 
     loss: Tensor

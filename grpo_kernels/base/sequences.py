@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Those that `gather_tokens` knows.
+# Dtypes that `gather_tokens` takes.
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64,
@@ -59,27 +59,27 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The tokens of all ranks of a group, `[B, T]` from this rank's `[B, T_r]`.
+    """Gathers the tokens of all ranks of a group, `[B, T]` from this rank's `[B, T_r]`.
 
-    Equivalent PyTorch, where all T_r are the same:
+    Equivalent PyTorch, if all T_r are the same:
 
         torch.cat(torch.distributed.nn.all_gather(x, group=group), dim=-1)
 
-    but that the gradient of `x` is this rank's slice of the result's, not the sum of all ranks'
-    slices: with the same loss on every rank their gradients add up to that of the loss.
+    except for the gradient of `x`: this rank's slice of the result's gradient, not the sum of all
+    ranks' slices. With the same loss on every rank, the ranks' gradients add up to the loss's.
 
     Args:
         x: `[B, T_r]` or `[N_r]`, floats, integers or bools: log-probs, ids, a mask. T_r may differ
-            from rank to rank, and be 0; B and the dtype are the same on all of them.
-        group: a process group, in the order of whose ranks the tokens are joined. Every rank has to
-            call; the backward exchanges nothing.
+            between ranks and may be 0; B and the dtype must not.
+        group: a process group; tokens are joined in the order of its ranks. Every rank must call.
+            The backward does not communicate.
 
     Returns:
-        `[B, T]` or `[N]`, the same on all ranks, T the sum of the T_r.
+        `[B, T]` or `[N]`, the same on all ranks; T is the sum of all T_r.
 
     Raises:
-        TypeError: no tensor, or no process group.
-        ValueError: another number of dimensions; on all ranks alike, rows or dtypes that differ.
+        TypeError: an argument that is no tensor, or no process group.
+        ValueError: another number of dimensions; on all ranks, rows or dtypes that differ.
     """
     import torch.distributed as dist
 

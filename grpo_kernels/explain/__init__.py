@@ -1,4 +1,4 @@
-"""Tells why a step's loss is what it is, token by token."""
+"""Explains the loss of a step, token by token."""
 
 from .causes import Thresholds
 from .explanation import Cause, Explanation

@@ -1,4 +1,4 @@
-"""Says which tokens a step's loss comes from, and writes a page with them.
+"""Shows which tokens a step's loss comes from, and writes a page.
 
 python -m grpo_kernels.explain STEP.jsonl
 """
@@ -20,12 +20,12 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m grpo_kernels.explain", description=(__doc__ or "").split("\n")[0]
     )
     add = parser.add_argument
-    add("file", type=Path, help="JSONL of an explanation; a parquet file of TRL's log_completions; "
-        "prime-rl's token export, a file or the folder of a step")  # fmt: skip
-    add("--output", type=Path, help="the page; default: FILE with .html")
+    add("file", type=Path, help="JSONL of an explanation, parquet of TRL's log_completions, or "
+        "prime-rl's token export (a file, or the folder of a step)")  # fmt: skip
+    add("--output", type=Path, help="name of the page; default: FILE with .html")
     add("--sort", choices=("call", "gradient"), default="call",
-        help="order of sequences at first: as in FILE, or by share of the gradient")  # fmt: skip
-    add("--tokenizer", help="name or folder; gives texts to a FILE with ids alone")
+        help="initial order of sequences: as in FILE, or by share of the gradient")  # fmt: skip
+    add("--tokenizer", help="name or folder, to decode a FILE that has ids only")
     options = parser.parse_args(argv)
     output = options.output or options.file.with_suffix(".html")
     try:

@@ -54,32 +54,31 @@ _REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """Sizes from which on a cause is named, numbers > 0.
+    """Limits from which a cause is named, numbers > 0.
 
     Args:
-        share: share of the gradient that tokens carry beyond that of as many average tokens.
-        times: size of a token, in those of an average one, from which on it may stand out; of an
-            advantage, in the median one.
+        share: share of the gradient that tokens have beyond that of as many average tokens.
+        times: size of a token relative to the average token, and of an advantage relative to the
+            median one.
         ratio: ratio of policy to old policy.
         kl: share of the KL in the absolute loss of all tokens.
-        mean_kl: mean KL, in nats, from which on tokens that have half of it are named.
-        length: weight of a sequence's tokens, in those of an average one.
-        long: length of a sequence, in those of an average one.
-        sequence: share of the gradient beyond that of an average sequence, or of its tokens if its
-            reward is the odd one of its group.
+        mean_kl: mean KL, in nats, from which tokens with half of it are named.
+        length: weight of a sequence's tokens relative to the average token.
+        long: length of a sequence relative to the average sequence.
+        sequence: share of the gradient of a sequence beyond that of an average one.
         gap: difference of a token's log-prob to the sampler's, in nats.
-        median_gap: the same, of half of all tokens.
-        surprise: -log p of a token less the entropy, in nats; one token of twice this is enough.
-        mean_surprise: the same, mean over the step, which is 0 for samples of the policy.
-        tokens: share of the tokens that differ from the sampler's, or that surprise; the largest
-            that half of the KL is in.
+        median_gap: the same, for half of all tokens.
+        surprise: -log p of a token minus the entropy, in nats; one token with twice this is enough.
+        mean_surprise: the same as a mean over the step; it is 0 for samples of the policy.
+        tokens: share of tokens that differ from the sampler's or have a surprise; largest share of
+            tokens that has half of the KL.
         entropy: mean entropy, in nats.
         truncated: share of the gradient in truncated completions.
-        moved: change of a log-prob, in nats: the mean over tokens by one step of the optimizer, the
-            median since the old policy.
+        moved: change of log-probs, in nats: mean by one optimizer step, or median since the old
+            policy.
         weight: importance weight.
-        dropped: share of the tokens that are dropped.
-        clipped: share of the tokens that a clip leaves without a gradient.
+        dropped: share of dropped tokens.
+        clipped: share of tokens whose gradient a clip removes.
     """
 
     share: float = 0.05
@@ -108,10 +107,7 @@ class Thresholds:
 
 
 def rank(explanation: Explanation, thresholds: Thresholds = Thresholds()) -> list[Cause]:
-    """The causes that the columns of an explanation show, the largest share of the step first.
-
-    Truncated completions come last.
-    """
+    """Returns the causes in an explanation's columns, largest share first, `truncated` last."""
     step = _Step(explanation, thresholds)
     # Those that take tokens from the next come first.
     every = (

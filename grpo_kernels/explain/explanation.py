@@ -17,7 +17,7 @@ SHARES = ("loss_share", "gradient_share", "kl_share")
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason for the step's loss, with its share of the step and the options that bound it."""
+    """A reason for the step's loss, its share of the step, and options that help."""
 
     name: str
     share: float  # of the step, 0 to 1
@@ -28,7 +28,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Numbers per token of one step, their sums, and what stands out; `print` shows the causes."""
+    """Columns per token of one step, their sums and the causes; `print` shows the causes."""
 
     columns: dict[str, Tensor]  # float32 [N] on the CPU, NaN where a token has none
     sequence: Tensor  # int64 [N], non-decreasing
@@ -62,7 +62,7 @@ class Explanation:
         )
 
     def write(self, path: str | Path) -> None:
-        """Writes one page (`.html`), or a row per sequence (`.jsonl`); replaces the file."""
+        """Writes a page (`.html`) or a row per sequence (`.jsonl`), over an existing file."""
         match Path(path).suffix:
             case ".html":
                 from .page import html

@@ -24,16 +24,14 @@ Row = tuple[dict[str, Any], dict[str, list[Any]]]
 
 
 def read(path: str | Path) -> Explanation:
-    """Reads a file of `write_jsonl`, or an export of TRL or prime-rl; the causes are not ranked.
+    """Reads a file of `write_jsonl`, or an export of TRL or prime-rl, without ranking causes.
 
-    The columns that an export has, under their names here:
-
-    - prime-rl, `token_exports/step_N/rank_R.jsonl`, or the folder of a step with all ranks: ids,
-      log-probs, entropy, ratio and gap to the sampler, advantage, and what its mask dropped, of the
-      trained tokens; rewards. Sequences that agree up to the first trained token are a group.
-    - TRL, `completions/completions_N.parquet` of `log_completions`: no tokens, so that words stand
-      for them, with the advantage as their only number; no length. Equal prompts are a group. The
-      only column of floats is the reward; several stay apart, as the file has no weights of them.
+    - prime-rl, `token_exports/step_N/rank_R.jsonl`, or the folder of a step: ids, log-probs,
+      entropy, ratio and gap to the sampler, advantage and dropped tokens, for trained tokens only;
+      rewards. Sequences with the same tokens up to the first trained one are a group.
+    - TRL, `completions/completions_N.parquet` of `log_completions`: words instead of tokens, with
+      the advantage as their only number; no length. Equal prompts are a group. A single column of
+      floats is the reward; several are kept separate, because the file has no weights for them.
 
     Raises:
         ValueError: naming file and line, what was expected and what came.

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def html(explanation: Explanation, title: str = "Why this loss", sort: str = "call") -> str:
-    """Returns the page, in ASCII; it may run its own script alone, and load nothing.
+    """Returns the page, in ASCII; it runs only its own script and loads nothing.
 
     Args:
-        explanation: what `explain` returns.
-        title: of the page.
-        sort: the order of the sequences at first, "call" or "gradient"; the page has a switch.
+        explanation: the result of `explain`.
+        title: title of the page.
+        sort: initial order of the sequences, "call" or "gradient"; the page has a switch.
     """
     if sort not in ("call", "gradient"):
         raise ValueError(f"sort: expected 'call' or 'gradient'; got {sort!r}")

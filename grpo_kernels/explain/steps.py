@@ -16,14 +16,14 @@ FIRST, WINDOW = 5, 100  # steps before one can be a spike; steps that it is comp
 
 
 class ExplainedSteps:
-    """Explains every so many steps, and those whose gradient norm or KL is far above all before.
+    """Decides which steps of a run to explain: every n-th, and spikes of gradient norm or KL.
 
     Args:
-        folder: of the run; pages are `explanations/step-000012.html`, with a `.jsonl` beside each.
+        folder: the run's folder; pages are `explanations/step-000012.html` with a `.jsonl` each.
         every: number of steps between explanations; 0: only spikes.
-        factor: a spike is above all of the last 100 steps, and so many times their median; 0: no
-            step is one.
-        most: the largest number of spikes explained in a run.
+        factor: a spike exceeds all of the last 100 steps, and their median by this factor; 0: no
+            spikes.
+        most: the largest number of spikes to explain in a run.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class ExplainedSteps:
         self.seen = {name: deque[float](maxlen=WINDOW) for name in SPIKES}
 
     def why(self, step: int, values: Mapping[str, float | None]) -> str | None:
-        """Returns why this step is to be explained, or None; values of every step are to be shown.
+        """Returns the reason to explain this step, or None; call it for every step.
 
         Args:
-            step: its number.
-            values: metrics of the step, of which `grad_norm` and `kl` are looked at.
+            step: number of the step.
+            values: metrics of the step; `grad_norm` and `kl` are used.
         """
         spikes = []
         for name, least in SPIKES.items():
@@ -60,7 +60,7 @@ class ExplainedSteps:
         return f"every {self.every} steps" if self.every and step % self.every == 0 else None
 
     def write(self, step: int, why: str, explanation: Explanation) -> str:
-        """Writes the page and the rows of a step; returns what to tell the user."""
+        """Writes the page and the rows of a step; returns a message for the user."""
         folder = self.folder / "explanations"
         folder.mkdir(parents=True, exist_ok=True)
         page = folder / f"step-{step:06d}.html"

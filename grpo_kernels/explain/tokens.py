@@ -1,4 +1,4 @@
-"""From what a loss call has to an explanation of it: the columns per token, and their sums."""
+"""Explanation of a loss call from its arguments: columns per token, and their sums."""
 
 from __future__ import annotations
 
@@ -60,53 +60,51 @@ def explain(
     tokenizer: Any = None,
     thresholds: Thresholds = Thresholds(),  # noqa: B008 - frozen
 ) -> Explanation:
-    """Tells which tokens a step's loss and gradient come from, and ranks what stands out.
+    """Shows which tokens a step's loss and gradient come from, and ranks the causes.
 
         hidden, weight = torch.randn(8, 24, 16, requires_grad=True), torch.randn(300, 16)
         targets, advantages = torch.randint(300, (8, 24)), torch.randn(8)
         out = fused_grpo_loss(hidden, weight, targets, advantages)
         print(explain(out, targets, advantages, groups=8))
 
-    No logits are made. Columns are computed on the tensors' device, and copied from it once.
+    Computes columns on the tensors' device, without logits, and copies them to the CPU once.
 
     Args:
-        out: what `fused_grpo_loss` or `grpo_loss` returned.
-        targets: of that call, as are the arguments after it; None where the tokens have no ids.
+        out: the result of `fused_grpo_loss` or `grpo_loss`.
+        targets: as in that call, like the arguments up to `cu_seqlens`; None if tokens have no ids.
         advantages: `[B]`, `[B, T]` or `[N]`.
-        mask: of the shape of `out.logps`, as are the next four.
-        old_logps: None is on-policy.
-        ref_logps: None with a reference, whose log-probs `out` has.
+        mask: in the shape of `out.logps`, as are the next four.
+        old_logps: None: on-policy.
+        ref_logps: None if the call had a `reference`.
         sampling_logps: NaN where the sampler reported none.
-        ce_weights: of the cross-entropy term.
+        ce_weights: weights of the cross-entropy term.
         config: the loss.
         num_items: the denominator.
-        cu_seqlens: of packed input.
-        groups: the number of completions per prompt, which lie together; or `[B]`, the integer id
-            of each completion's group. None: there are none.
-        rewards: `[B]`, of each completion.
-        truncated: `[B]`, whether it ended at the limit on its length.
-        d_hidden: the gradient of the loss by the states, `hidden.grad [..., H]`. Norms of its rows
-            take the place of |gradient| in `gradient_share`. A row's norm is that of dz W, with dz
-            the gradient by the token's logits: at most the spectral norm of the head times |dz|. It
-            is the size of what a token sends into the layers below, before the directions of tokens
-            cancel; no bound of the gradient of any parameter.
+        cu_seqlens: offsets of packed sequences.
+        groups: the number of completions per prompt, which are consecutive; or `[B]`, the integer
+            id of each completion's group. None: no groups.
+        rewards: `[B]`, the reward of each completion.
+        truncated: `[B]`, True if a completion ended at the length limit.
+        d_hidden: `hidden.grad [..., H]`. `gradient_share` is then the share of the norms of its
+            rows, instead of |gradient|: what each token sends into the layers below, before tokens
+            cancel.
         next_logps: log-probs of the same tokens after the optimizer's step.
         prompts: `[B]` texts.
-        texts: for each sequence the texts of its tokens: of those that count, or of all positions
-            up to the last that counts.
-        tokenizer: in the place of `texts`, anything with `decode(ids)`. Each token's text is what
-            it adds to that of the token before. Of a character that takes several tokens the last
-            has the text, and those before it show U+FFFD.
-        thresholds: from which size on a cause is named.
+        texts: for each sequence the texts of its unmasked tokens, or of all positions up to the
+            last unmasked one.
+        tokenizer: instead of `texts`, an object with `decode(ids)`. A token's text is what it adds
+            to the text before. If a character takes several tokens, the last one has its text and
+            the others show U+FFFD.
+        thresholds: limits from which a cause is named.
 
     Returns:
-        Tokens in the mask or with a cross-entropy weight; `causes`, ranked; `print` shows them,
-        `write` makes a page or a file. `columns["gradient"]` is the gradient of the loss by the
-        token's log-prob, with the entropy and an exact KL held fixed.
+        Tokens in the mask or with a cross-entropy weight, and ranked `causes`; `print` shows the
+        causes, `write` makes a page or a file. `columns["gradient"]` is the gradient of the loss
+        with respect to the token's log-prob, with entropy and exact KL held fixed.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was expected and what came; also where the
-            columns do not add up to `out.loss`, as with arguments other than those of the call.
+        ValueError, TypeError: naming the argument, what was expected and what came; also if the
+            columns do not add up to `out.loss`, because an argument differs from the call's.
     """
     if not isinstance(out, GRPOLossOutput):
         raise TypeError(f"out: expected a GRPOLossOutput; got {type(out).__name__}")
@@ -174,12 +172,12 @@ def explain(
 
 
 def join(parts: Sequence[Explanation], scales: Sequence[float] | None = None) -> Explanation:
-    """The explanation of a step whose loss is the sum of several calls' losses.
+    """Joins the explanations of several calls whose losses add up to a step's.
 
     Args:
-        parts: the calls, one at least, with columns of the same names. Sequences of one group id
-            are one group, so pass `groups` as ids that no two prompts share, not as a number.
-        scales: factor of each call's loss in the step's, 1 / number of calls say; None: 1.
+        parts: explanations of the calls, at least one, with the same columns. Pass each call's
+            `groups` as ids that no two prompts share, not as a number.
+        scales: factor of each call's loss in the step's, such as 1 / number of calls; None: 1.
     """
     if not parts:
         raise ValueError("parts: expected one explanation at least; got none")
@@ -288,8 +286,8 @@ def _check_sum(losses: Tensor, loss: float) -> None:
     total, size = losses.sum(dtype=torch.float64), losses.abs().sum(dtype=torch.float64)
     if total.isfinite() and not abs(total - loss) <= 1e-3 * size + 1e-6:
         raise ValueError(
-            "out.loss: expected the sum of what each token has in it, "
-            f"{total:.6g}; got {loss:.6g}: pass the arguments of the call that returned it"
+            "out.loss: expected the sum of the tokens' losses, "
+            f"{total:.6g}; got {loss:.6g}: pass the same arguments as to the call that returned out"
         )
 
 

@@ -13,30 +13,29 @@ from ..kernels import BACKENDS
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """The way a call is computed: results are the same up to rounding.
+    """Backend, memory limit and reproducibility of a call; results agree up to rounding.
 
     Args:
         backend: `"auto"` (Triton on a GPU, torch on a CPU), `"triton"` or `"torch"`.
-        chunk_bytes: budget of the buffers of logits and of their gradient, in bytes, which is kept
-            to. None: on a CPU 512 rows of logits, at most 320 MiB; on a GPU 1.75 GiB, or 1/16 of
-            its memory if that is less; and where memory runs out, the call is made again with half
-            of it, down to 16 rows (256 if `batch_invariant`), and warns. Not so across ranks, with
-            `capturable`, nor for tokens of a support.
-        batch_invariant: log-prob, entropy and gradient of `hidden` of each token are the same bits
-            whatever else is in the call, in whatever order and chunks: GEMMs over rows are of one
-            shape, 256 rows, padded where there are fewer. The gradient of `weight` is a sum over
-            tokens, which is as reproducible, and not invariant. Without a support.
-        matmul: `matmul(a, b)`, a product of two matrices that takes the place of torch's where
-            logits and the gradient of `hidden` are computed: that of a batch-invariant sampler,
-            say. Its rounding is kept. LoRA and bias use torch's own. Without a support. None:
-            `torch.mm`.
-        capturable: reads nothing back from the device, as a CUDA graph needs: every row takes part,
-            masked ones and those of advantage 0 too, at their cost, and values are checked by
-            assertions on the device. Without a support.
-        keep_gradients: in two passes over a frozen head, the forward keeps the gradient of each
-            log-prob by `hidden`, `[N, H]` in its dtype, so that the backward has no GEMM. False:
-            the backward makes the logits again, of rows that have a gradient: one GEMM more, and
-            less work where most rows turn out to have none.
+        chunk_bytes: memory limit of the buffers of logits and their gradient, in bytes. None: on a
+            CPU 512 rows of logits, at most 320 MiB; on a GPU 1.75 GiB or 1/16 of its memory,
+            whichever is less. With None, a call that runs out of memory warns and retries with
+            half, down to 16 rows (256 if `batch_invariant`); it does not retry on several ranks,
+            with `capturable` or with a support.
+        batch_invariant: each token's log-prob, entropy and gradient of `hidden` have the same bits
+            whatever the other tokens of the call, their order and the chunks: every GEMM has 256
+            rows, padded if there are fewer. The gradient of `weight` is reproducible but not
+            invariant. Does not work with a support.
+        matmul: `matmul(a, b)`, a matrix product that replaces torch's for logits and the gradient
+            of `hidden`, such as that of a batch-invariant sampler. LoRA and bias still use torch's.
+            Does not work with a support. None: `torch.mm`.
+        capturable: never reads from the device, so that a CUDA graph can capture the call: every
+            row takes part, also masked ones and those with advantage 0, and assertions on the
+            device check values. Does not work with a support.
+        keep_gradients: with two passes over a frozen head, the forward stores the gradient of each
+            log-prob with respect to `hidden`, `[N, H]` in its dtype, and the backward has no GEMM.
+            False: the backward computes the logits again for rows with a gradient: one GEMM more,
+            less work if most rows have none.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -64,7 +63,7 @@ class Execution:
 
 
 def check_execution(execution: object) -> Execution:
-    """Returns `execution`, or raises where it is none."""
+    """Returns `execution`, or raises TypeError for another type."""
     if not isinstance(execution, Execution):
         raise TypeError(f"execution: expected an Execution; got {execution!r}")
     return execution

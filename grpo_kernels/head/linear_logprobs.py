@@ -58,7 +58,7 @@ def linear_logprobs(
     entries: bool = False,
     execution: Execution = Execution(),  # noqa: B008 - frozen
 ) -> LogprobOutput:
-    """Computes log-probs of the targets under a linear head, without ever holding the logits.
+    """Computes log-probs of the targets under a linear head, without storing the logits.
 
     Equivalent PyTorch:
 
@@ -69,26 +69,24 @@ def linear_logprobs(
         hidden: `[B, T, H]` or packed `[N, H]`, float32, bfloat16 or float16. `hidden[..., t, :]`
             is the state that predicts `targets[..., t]`: the caller shifts.
         head: the LM head's weight `[V, H]`, or an `LMHead`.
-        targets: `[B, T]` or `[N]`, integer token ids in [0, V) wherever the mask is 1, none of them
-            banned by the bias. Or with one dimension more, `[..., K]`: ids to look up for each
-            token, which may repeat, or be banned. Then `logps` is `[..., K]`, at the GEMMs of one
-            target. Without a support.
+        targets: `[B, T]` or `[N]`, integer token ids in [0, V) where the mask is 1, not banned by
+            the bias. Or `[..., K]`: K ids per token, which may repeat or be banned; `logps` is
+            then `[..., K]`, for the GEMMs of one target. K ids do not work with a support.
         mask: `[B, T]` or `[N]`, bool or 0/1; None computes every token. Masked positions may hold
-            anything, cost nothing, and come back as 0.
-        entropy: computes the entropy, too.
+            anything, cost nothing, and get 0.
+        entropy: also computes the entropy.
         support: the token ids that the sampler kept for each token. Log-probs and entropy are then
             of the softmax over these ids (`docs/support.md`).
         entries: scores every id of the support: `logps` is `[E]`, in the order of
-            `support.token_ids`, from these rows of the head alone. Every token needs a set, and
-            `targets` are None.
-        execution: how it is computed.
+            `support.token_ids`, from these rows of the head only. Needs a set for every token, and
+            `targets=None`.
+        execution: backend, memory and reproducibility.
 
     Returns:
         `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
         gradients for `hidden` and the tensors of `head`. The backward skips rows whose gradient is
-        0. Where no tensor of `head` needs a gradient, the forward keeps the gradient of each
-        log-prob by `hidden`. The backward then needs no logits, unless `entropy` or `logsumexp`
-        have a gradient (`Execution.keep_gradients`).
+        0. If `head` is frozen, the backward needs no logits, unless `entropy` or `logsumexp` have a
+        gradient (`Execution.keep_gradients`).
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the

@@ -1,7 +1,6 @@
-"""From hidden states to a distribution over the vocabulary: `LMHead`, and who has which part of it.
+"""`LMHead`: from hidden states to a distribution over the vocabulary.
 
-Each object checks itself where it is made; what depends on the hidden states is checked in the
-call.
+Each object checks itself when it is constructed; the call checks what depends on hidden states.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ HIDDEN_LAYOUTS = ("replicated", "partial")
 class Support(NamedTuple):
     """The vocabulary ids that the sampler kept for each token, with top-k, top-p or min-p.
 
-    `token_ids[offsets[i] : offsets[i + 1]]` is the kept set of token i, in row-major order: the
-    target among them, in any order, each id once. None at all stands for the whole vocabulary.
+    `token_ids[offsets[i] : offsets[i + 1]]` is the kept set of token i, tokens in row-major order.
+    A set contains the target and no id twice, in any order. An empty set means the full vocabulary.
     """
 
     token_ids: Tensor  # int32 or int64 [K]
@@ -37,11 +36,10 @@ class VocabRanks:
     """Ranks that share the vocabulary, each with some rows of the head (`docs/distributed.md`).
 
     Args:
-        group: the process group; None with a head of DTensors, which have their own.
-        start: the vocabulary id of this rank's first row; None: rows are in the ranks' order.
-        hidden: the gradients of `hidden` and `lora_a_out`, tensors that every rank has in full.
-            `"replicated"`: the full gradients, summed over the ranks in the call. `"partial"`: this
-            rank's share, which the caller sums.
+        group: the process group; None if the head is a DTensor.
+        start: the vocabulary id of this rank's first row; None: rows are in the order of the ranks.
+        hidden: who sums the gradients of `hidden` and `lora_a_out` over the ranks:
+            `"replicated"`: the call; `"partial"`: the caller.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -83,17 +81,17 @@ class LMHead:
 
     Args:
         weight: `[V, H]`, float32, bfloat16 or float16; with `ranks` this rank's rows, or a DTensor
-            with `Shard(0)`. A frozen one costs no gradient work.
-        bias: `[V]`; -inf bans an entry of the vocabulary, which is then an error as a target.
+            with `Shard(0)`. If it is frozen, its gradient is not computed.
+        bias: `[V]`; -inf bans an id, which then must not be a target.
         low_rank: a LoRA on the head, `(lora_a_out, lora_b)`: `scaling * lora_A(hidden)`,
             `[..., r]`, and the weight of `lora_B`, `[V, r]`, with gradients for both.
         logit_scale: factor on the raw logits, > 0.
         softcap: `softcap * tanh(x / softcap)` before the temperature, as Gemma 2 has it, > 0.
         temperature: divides the logits: a number > 0, or one per token in the shape of the targets.
-        logits_dtype: `"fp32"`, or `"model"`: raw logits are rounded as the model's own head rounds
-            them, to the dtype of `hidden` and `weight`, or of autocast: what a sampler of that
-            dtype saw. Gradients pass through the rounding.
-        ranks: who has the other rows of the head.
+        logits_dtype: `"fp32"`, or `"model"`: raw logits are rounded to the dtype of `hidden` and
+            `weight`, or of autocast, as a sampler with this model rounds them. Gradients pass
+            through the rounding.
+        ranks: the ranks that have the other rows of the head.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -158,7 +156,7 @@ class LMHead:
 
     @staticmethod
     def of(head: Tensor | LMHead) -> LMHead:
-        """A head of `head`, which may be its weight alone."""
+        """Returns `head` as an `LMHead`; it may be a weight."""
         if isinstance(head, LMHead):
             return head
         if not isinstance(head, Tensor):
@@ -179,15 +177,16 @@ class LMHead:
         return tuple(terms)
 
     def replace(self, **changes: Any) -> LMHead:
-        """The same head but for `changes`, checked anew."""
+        """Returns a copy with these changes, checked again."""
         return replace(self, **changes)
 
 
 class Reference(NamedTuple):
-    """Another model on the same tokens: a reference policy, or a teacher. Constants.
+    """Hidden states and head of a reference policy or a teacher, on the same tokens.
 
-    Its hidden size, dtype (float32, bfloat16 or float16) and options of the head may be others; its
-    vocabulary is the same one. Pass a copy of a weight that an optimizer changes before the call.
+    Both are constants: no gradient. The vocabulary must be the policy's; hidden size, dtype
+    (float32, bfloat16 or float16) and head options may differ. If an optimizer changes the weight
+    before the call, pass a copy.
     """
 
     hidden: Tensor  # [B, T, H'] or [N, H'], laid out as the policy's

@@ -48,19 +48,19 @@ def batch_support(
     *,
     targets: Tensor | Sequence[Sequence[int]] | None = None,
 ) -> Support:
-    """Joins the supports of completions into that of a batch padded on the right.
+    """Joins the supports of completions into one for a batch padded on the right.
 
     Args:
-        supports: per completion `token_ids [K]` and `offsets [tokens + 1]` on the CPU, as `Support`
-            has them; None for one whose tokens were sampled from the whole vocabulary.
-        length: T, the tokens of a padded completion, which have no entries where there is padding.
-        device: where the result goes, without waiting for the device's work; None: the CPU.
-        targets: `[B, T]` on the CPU, or the ids of each completion. Given, sets that lack their
-            target are emptied: such tokens are then scored over the whole vocabulary. None: a call
-            refuses them.
+        supports: a `Support` on the CPU per completion, `token_ids [K]` and `offsets [tokens + 1]`;
+            None for a completion sampled from the full vocabulary.
+        length: T, the number of tokens of a padded completion; padding gets empty sets.
+        device: device of the result, without waiting for it; None: the CPU.
+        targets: `[B, T]` on the CPU, or the ids of each completion. Sets without their target are
+            then emptied, and such tokens are scored over the full vocabulary. None: a call raises
+            an error for such sets.
 
     Returns:
-        The support of a call on `[B, T]`.
+        The support for a call on `[B, T]`.
 
     Raises:
         ValueError: a completion with more than `length` tokens.

@@ -1,1 +1,1 @@
-"""Adapters for other people's trainers: transformers, TRL, Liger, verl (`docs/integrations.md`)."""
+"""Integrations with other trainers: transformers, TRL, Liger, verl (`docs/integrations.md`)."""

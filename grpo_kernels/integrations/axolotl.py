@@ -53,28 +53,28 @@ class GRPOKernelsArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_grpo_kernels(cls, config: Any) -> Any:
-        """Refuses what the patch would not reach.
+        """Checks the options.
 
         Raises:
-            ValueError: naming the option, what was expected and what came.
+            ValueError: an option with which axolotl would not call the patch.
         """
         if not config.get("grpo_kernels"):
             if config.get("grpo_kernels_options"):
-                raise ValueError("grpo_kernels_options: expected grpo_kernels: true as well")
+                raise ValueError("grpo_kernels_options has no effect: set grpo_kernels: true")
             return config
         trl = config.get("trl") or {}
         if config.get("rl") != "grpo":
             raise ValueError(f"rl: expected grpo with grpo_kernels; got {config.get('rl')!r}")
         if (config.get("context_parallel_size") or 1) > 1:
             raise ValueError(
-                "context_parallel_size: expected 1 with grpo_kernels, because axolotl's trainer "
-                f"then scores tokens itself; got {config['context_parallel_size']}"
+                f"context_parallel_size: {config['context_parallel_size']} does not work with "
+                "grpo_kernels, because axolotl then scores tokens itself: set it to 1"
             )
         for name in ("async_prefetch", "use_data_producer", "use_liger_loss"):
             if trl.get(name):
                 raise ValueError(
-                    f"trl.{name}: expected false with grpo_kernels, because the trainer "
-                    f"then uses another loss; got {trl[name]!r}"
+                    f"trl.{name}: {trl[name]!r} does not work with grpo_kernels, because the "
+                    "trainer then uses another loss: set it to false"
                 )
         return config
 

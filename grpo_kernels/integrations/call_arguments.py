@@ -31,7 +31,7 @@ _CACHES = ("past_key_values", "cache", "cache_params", "state", "mems")
 
 
 def check_arguments(model: Any, kwargs: dict[str, Any], names: Sequence[str]) -> None:
-    """Refuses arguments that a fused head would ignore, and takes out those that change nothing.
+    """Raises for arguments that a fused head would ignore; removes those without effect.
 
     Args:
         model: a model of transformers.
@@ -47,8 +47,8 @@ def check_arguments(model: Any, kwargs: dict[str, Any], names: Sequence[str]) ->
         value = kwargs.pop(name, None)
         if value is not None and bool(value) != expected:
             raise ValueError(
-                f"{name}: expected {expected}, or None, as a fused head returns a FusedHeadOutput "
-                f"and nothing else; got {value!r}"
+                f"{name}={value!r} does not work with a fused head, which returns only a "
+                f"FusedHeadOutput: leave {name} out"
             )
     for name in _CACHES:
         if name in kwargs and kwargs[name] is None:
@@ -59,19 +59,20 @@ def check_arguments(model: Any, kwargs: dict[str, Any], names: Sequence[str]) ->
     ]  # fmt: skip
     if cached:
         raise ValueError(
-            f"{', '.join(cached)}: expected none, as whole sequences are scored; got them "
-            "(PEFT's prefix tuning passes them)"
+            f"{', '.join(cached)}: a fused head takes no cache, because it scores full sequences: "
+            "leave it out (PEFT's prefix tuning, which passes one, is not supported)"
         )
     body = inspect.signature(type(body_of(model)).forward).parameters
     unknown = sorted(kwargs.keys() - {*names, *body} - _COMMON)
     if unknown:
         raise TypeError(
-            f"{unknown[0]}: expected an argument of {type(model).__name__}.forward (those of the "
-            f"loss go into fused_head=Objective(...)); got {unknown[0]!r}"
+            f"{unknown[0]!r} is not an argument of {type(model).__name__}.forward: pass arguments "
+            "of the loss in fused_head=Objective(...)"
         )
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError(
-            "input_ids: expected token ids; got inputs_embeds (PEFT's virtual tokens pass them)"
+            "inputs_embeds does not work with a fused head: pass input_ids (PEFT's virtual tokens, "
+            "which pass inputs_embeds, are not supported)"
         )
 
 
@@ -99,8 +100,8 @@ class Labels:
         keep = kwargs.pop("logits_to_keep", 0)
         if (labels is None) == (shifted is None):
             raise ValueError(
-                "labels: expected token ids [B, S], -100 where nothing is to be scored, or "
-                f"shift_labels; got {'neither' if labels is None else 'both'}"
+                "labels: expected token ids [B, S] (-100: not scored), or shift_labels; got "
+                f"{'neither' if labels is None else 'both'}"
             )
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
             raise ValueError(f"logits_to_keep: expected an int >= 0; got {keep!r}")
@@ -113,14 +114,14 @@ class Labels:
             raise ValueError("labels: expected a tensor with values; got one on the meta device")
         if targets.shape != hidden.shape[:2]:
             raise ValueError(
-                f"labels: expected shape {list(hidden.shape[:2])}, that of the hidden states; got "
+                f"labels: expected shape {list(hidden.shape[:2])}, as the hidden states have; got "
                 f"{list(targets.shape)}"
             )
         if not self.shifted:
             hidden, targets = hidden[:, :-1], targets[:, 1:]
         if self.keep > targets.shape[1]:
             raise ValueError(
-                f"logits_to_keep: expected at most {targets.shape[1]}, as many as there are labels "
-                f"after the first; got {self.keep}"
+                f"logits_to_keep: expected at most {targets.shape[1]}, the number of predicted "
+                f"labels; got {self.keep}"
             )
         return hidden[:, -self.keep :], targets[:, -self.keep :]

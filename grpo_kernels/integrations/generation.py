@@ -40,9 +40,9 @@ except ImportError as error:
 
 
 class SupportRecorder(LogitsProcessor):
-    """Truncates as `generate` does, and keeps the ids that are left for each sampled token.
+    """Truncates as `generate` does, and records the remaining ids for each sampled token.
 
-    One recorder serves one call of `generate`. Of a step it keeps int32 ids on the CPU, not scores.
+    Use one recorder per call of `generate`. It stores int32 ids on the CPU, not scores.
 
     Args:
         temperature: divides the logits, > 0.
@@ -72,10 +72,10 @@ class SupportRecorder(LogitsProcessor):
 
     @staticmethod
     def generate_options() -> dict[str, Any]:
-        """Returns arguments with which `generate` samples from the scores as they come.
+        """Returns arguments with which `generate` samples from unchanged scores.
 
-        Penalties and other cutoffs, which a model's own `GenerationConfig` may ask for, are off,
-        too. `min_p` is 0, not None, which stands for the model's own default.
+        They also turn off penalties and other cutoffs that a model's own `GenerationConfig` may
+        have. `min_p` is 0, because None would mean the model's own default.
         """
         off = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
         off |= {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0}
@@ -86,9 +86,8 @@ class SupportRecorder(LogitsProcessor):
         shape = tuple(input_ids.shape)
         if self._steps and shape != self._next_shape:
             raise ValueError(
-                f"input_ids: expected {list(self._next_shape)}, a token more than before, as a "
-                "recorder serves one call of generate that samples token by token; got "
-                f"{list(shape)}"
+                f"input_ids: expected shape {list(self._next_shape)}, one token more than before; "
+                f"got {list(shape)}: make a new recorder for each call of generate"
             )
         self._next_shape = (shape[0], shape[1] + 1)
         for warper in self._warpers:
@@ -102,19 +101,19 @@ class SupportRecorder(LogitsProcessor):
         """Returns the support of each row, on the CPU.
 
         Args:
-            lengths: the tokens of each row that count; what was sampled after them is dropped.
+            lengths: the number of tokens of each row; later tokens are dropped.
 
         Returns:
-            Per row a `Support` of int32 `token_ids [K]` and int64 `offsets [length + 1]`.
+            A `Support` per row: int32 `token_ids [K]` and int64 `offsets [length + 1]`.
 
         Raises:
-            ValueError: lengths that do not fit what was recorded.
+            ValueError: lengths that do not match the recorded tokens.
         """
         rows = len(self._steps[0][1]) if self._steps else len(lengths)
         if len(lengths) != rows or max(lengths, default=0) > len(self._steps):
             raise ValueError(
-                f"lengths: expected {rows} numbers up to {len(self._steps)}, as recorded; got "
-                f"{len(lengths)} up to {max(lengths, default=0)}"
+                f"lengths: expected {rows} numbers up to {len(self._steps)}, one per recorded row; "
+                f"got {len(lengths)}, up to {max(lengths, default=0)}"
             )
         steps = [token_ids.split(counts.tolist()) for token_ids, counts in self._steps]
         counts = [step_counts for _, step_counts in self._steps]

@@ -66,10 +66,10 @@ class Head(NamedTuple):
         temperature: float | Tensor = 1.0,
         logits_dtype: str = "fp32",
     ) -> LMHead:
-        """The head of a call on these states, its weights gathered from all ranks.
+        """Returns the `LMHead` for these hidden states, with weights gathered from all ranks.
 
         Args:
-            hidden: `[..., H]`, the input of the head; LoRA's first matrix is applied to it.
+            hidden: `[..., H]`, the input of the head, to which LoRA's first matrix is applied.
             temperature: divides the logits, as in `LMHead`.
             logits_dtype: as in `LMHead`.
         """
@@ -114,7 +114,7 @@ class Adapter(NamedTuple):
 
 
 def base_model(model: Any) -> Any:
-    """Returns the transformers model inside a PEFT one (its layers hold the adapters)."""
+    """Returns the transformers model inside a PEFT model; its layers hold the adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -122,14 +122,14 @@ def body_of(model: Any) -> Any:
     """Returns the module inside a transformers model that makes the last hidden states.
 
     Raises:
-        ValueError: there is none; such a model makes them in its own forward.
+        ValueError: the model computes them in its own forward.
     """
     # Some (Llama4ForCausalLM, MllamaForCausalLM) have it by another name than they say.
     body = model.base_model if model.base_model is not model else getattr(model, "model", None)
     if not isinstance(body, nn.Module):
         raise ValueError(
-            "model: expected a causal language model with its body in one module, such as "
-            f"LlamaForCausalLM; got {type(model).__name__}"
+            "model: expected a causal language model whose layers are in one module (model.model), "
+            f"such as LlamaForCausalLM; got {type(model).__name__}"
         )
     return body
 
@@ -141,11 +141,11 @@ def is_prompt_learning(model: Any) -> bool:
 
 
 def head_of(model: Any) -> Head:
-    """Returns the head of a transformers or PEFT model in its present state.
+    """Returns the current head of a transformers or PEFT model.
 
     Raises:
-        ValueError: the output layer is not a linear layer of floating-point weights, has an
-            adapter that is not plain LoRA, or a hook or forward that would be left out.
+        ValueError: the output layer is not a linear layer with floating-point weights, or has an
+            adapter that is not plain LoRA, or a hook or forward that would not run.
     """
     model = base_model(model)
     config = model.config.get_text_config()
@@ -164,7 +164,7 @@ def _weight_of(layer: Any) -> Tensor:
     if weight is not None and weight.is_floating_point() and is_dense(weight):
         return weight
     if weight is not None:
-        kind += f" with a {type(weight).__name__}: leave the output layer out of the quantisation"
+        kind += f" with a {type(weight).__name__}: exclude the output layer from quantisation"
     raise ValueError(
         "model: expected an output layer that is a torch.nn.Linear with floating-point weights; "
         f"got {kind}"
@@ -172,7 +172,7 @@ def _weight_of(layer: Any) -> Tensor:
 
 
 def _check_forward(layer: nn.Module) -> None:
-    """Refuses what would run in a call of the layer, as its weight is used without one."""
+    """Raises ValueError for hooks or a forward on a layer whose weight is used without a call."""
     hooks = hooks_of(layer)
     if "forward" in vars(layer):
         hooks.append(vars(layer)["forward"])
@@ -180,24 +180,25 @@ def _check_forward(layer: nn.Module) -> None:
         function = getattr(function, "func", function)  # of a partial
         module, name = (str(getattr(function, x, "")) for x in ("__module__", "__qualname__"))
         if not module.startswith(_KNOWN_HOOKS):
-            hint = ": put it on the model's body, which is called"
+            hint = "move it to the model's body"
+            if "_adapter_names" in name:
+                hint = "leave out PEFT's adapter_names"
             raise ValueError(
-                "model: expected an output layer without hooks and without a forward of its own, "
-                f"because it is never called; got {module}.{name}"
-                + (" (PEFT's adapter_names)" if "_adapter_names" in name else hint)
+                f"model: {module}.{name} on the output layer does not work with a fused head, "
+                f"which never calls that layer: {hint}"
             )
 
 
 def check_is_loaded(weight: Tensor) -> None:
-    """Refuses a weight that is not here.
+    """Checks that a weight is in memory.
 
     Raises:
-        ValueError: it is on the meta device.
+        ValueError: the weight is on the meta device.
     """
     if weight.is_meta:
         raise ValueError(
-            "model: expected an output layer whose weight is in memory; got one on the meta "
-            "device, where accelerate's cpu_offload and device_map put offloaded weights"
+            "model: expected the output layer's weight in memory; got it on the meta device: do "
+            "not offload the output layer (accelerate's cpu_offload, device_map)"
         )
 
 
@@ -231,8 +232,8 @@ def _split_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
     plain = plain and not any(beyond_lora(layer, name) for name in names)
     if not plain or not isinstance(layer.base_layer, nn.Linear):
         raise ValueError(
-            "model: expected no adapter on the output layer, or LoRA without a bias and without "
-            f"variants such as DoRA; got {type(layer).__module__}.{type(layer).__name__}"
+            "model: expected no adapter on the output layer, or plain LoRA (no bias, no variant "
+            f"such as DoRA); got {type(layer).__module__}.{type(layer).__name__}"
         )
     adapters = (
         Adapter(
@@ -266,8 +267,8 @@ def check_logits(model: Any, ids: Tensor | None = None) -> None:
         ids: `[1, T]`, token ids of a prompt; None takes a few from the middle of the vocabulary.
 
     Raises:
-        ValueError: the logits differ, as the model does something to them that is not known here,
-            or its head is offloaded.
+        ValueError: the logits differ, because the model does something unknown to them; or its head
+            is offloaded.
     """
     model, head = base_model(model), head_of(model)
     check_is_loaded(head.weight)
@@ -301,8 +302,8 @@ def _compare_logits(model: Any, head: Head, ids: Tensor, scale: float) -> float:
     if not error < max(tolerance, _CHECK_TOLERANCE):
         raise ValueError(
             "model: expected logits that are a linear layer of the last hidden states, scaled and "
-            f"capped as the config says; those of {type(model).__name__} are off by {error:.1%} "
-            f"where the largest is {largest:.3g}"
+            f"capped as the config says; those of {type(model).__name__} differ by {error:.1%} of "
+            f"the largest, {largest:.3g}: such a model is not supported"
         )
     return largest
 

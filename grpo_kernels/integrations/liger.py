@@ -79,7 +79,7 @@ class FusedLinearGRPOLoss(nn.Module):
         importance_sampling_level: `"token"` or `"sequence"`.
         temperature: divides the logits.
         delta, use_bias_correction_kl, sapo_..., vespo_...: as in `GRPOLossConfig`.
-        execution: how calls are computed.
+        execution: backend and memory of the calls.
         logits_dtype: as in `LMHead`.
 
     Raises:
@@ -181,14 +181,14 @@ class FusedLinearGRPOLoss(nn.Module):
             ref_input: `[B, T, H]`, hidden states of the reference.
             ref_weight: `[V, H]`, its head.
             ref_bias: `[V]` or None.
-            old_per_token_logps: `[B, T]`; None is on-policy.
+            old_per_token_logps: `[B, T]`; None: on-policy.
             vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, >= 0: importance-sampling weights that
                 correct for another sampler.
             num_items_in_batch: for `dapo`, `cispo` and `vespo`, the tokens of the whole step over
                 all ranks; None counts those of this call over all ranks.
-            support: what sampling kept for each of the `B * T` tokens, as in `fused_grpo_loss`;
-                log-probs computed from `ref_input` are over it, too, and `old_per_token_logps` and
-                `ref_per_token_logps` have to be as they come.
+            support: the ids that the sampler kept for each of the `B * T` tokens, as in
+                `fused_grpo_loss`. Log-probs computed from `ref_input` use it, too;
+                `old_per_token_logps` and `ref_per_token_logps` must be over it already.
 
         Raises:
             TypeError, ValueError: as in `fused_grpo_loss`, under its names; a reference with
@@ -249,11 +249,11 @@ class FusedLinearGRPOLoss(nn.Module):
     def _check_reference(
         self, logps: Tensor | None, hidden: Tensor | None, weight: Tensor | None
     ) -> None:
-        """Refuses a reference that is not wanted, or none where one is."""
+        """Raises ValueError for a reference with `use_ref_model=False`, or none with True."""
         if not self.use_ref_model:
             if logps is not None or hidden is not None:
                 name = "ref_input" if logps is None else "ref_per_token_logps"
-                raise ValueError(f"{name}: expected None with use_ref_model=False; got a tensor")
+                raise ValueError(f"{name} does not work with use_ref_model=False: leave it out")
         elif logps is not None and hidden is not None:
             warnings.warn(
                 "Both ref_per_token_logps and ref_input are provided. Using "
@@ -299,18 +299,18 @@ class FusedLinearGRPOLoss(nn.Module):
 
 
 class patch_liger(Patch):
-    """Puts `FusedLinearGRPOLoss` where others find Liger's `LigerFusedLinearGRPOLoss`.
+    """Replaces Liger's `LigerFusedLinearGRPOLoss` by `FusedLinearGRPOLoss`.
 
-    For trainers that construct Liger's class themselves, ms-swift's and TRL's with
-    `use_liger_kernel=True`: modules that imported the class before have ours as well. Losses that
-    were constructed before stay Liger's. As a function the patch stays until `undo()`, as a context
-    manager until the end of the block:
+    Use it for trainers that construct Liger's class themselves, such as ms-swift's and TRL's with
+    `use_liger_kernel=True`. It also reaches modules that have imported the class already, but not
+    losses that have been constructed. Called as a function, the patch lasts until `undo()`; as a
+    context manager, until the end of the block:
 
         with patch_liger():
             trainer = TheirTrainer(...)
 
     Args:
-        execution, logits_dtype: of the losses that are constructed, as in `FusedLinearGRPOLoss`.
+        execution, logits_dtype: as in `FusedLinearGRPOLoss`.
 
     Raises:
         ImportError: no Liger 0.6 or newer is installed.
@@ -337,7 +337,7 @@ class patch_liger(Patch):
 
     @staticmethod
     def active() -> bool:
-        """Tells if Liger is patched now."""
+        """Returns True while Liger is patched."""
         import liger_kernel.chunked_loss as where
 
         return is_ours(vars(where)[_NAME])

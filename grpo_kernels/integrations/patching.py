@@ -1,4 +1,4 @@
-"""`Patch`: puts ours in the place of a framework's names, and theirs back."""
+"""`Patch`: replaces names of a framework, and restores them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Replacement = tuple[Any, str, Any]
 
 
 class Patch:
-    """Replaces names of other packages until `undo()`, or to the end of a `with` block.
+    """Replaces names of other packages until `undo()`, or the end of a `with` block.
 
     Args:
-        replacements: what takes which name's place. Nothing is replaced twice.
+        replacements: owner, name and replacement of each name.
 
     Raises:
-        RuntimeError: a name has been replaced already; none of the others is then.
+        RuntimeError: a name is replaced already; then nothing is replaced.
     """
 
     def __init__(self, replacements: Iterable[Replacement]) -> None:
@@ -30,8 +30,8 @@ class Patch:
         for owner, name, _ in new:
             if is_ours(vars(owner)[name]):
                 raise RuntimeError(
-                    f"{type(self).__name__}: expected {owner.__name__}.{name} as it came; it is "
-                    "patched already: undo() first"
+                    f"{type(self).__name__}: {owner.__name__}.{name} is patched already: call "
+                    "undo() on the first patch"
                 )
         for owner, name, ours in new:
             self._own.append((owner, name, vars(owner)[name]))
@@ -39,7 +39,7 @@ class Patch:
             setattr(owner, name, ours)
 
     def undo(self) -> None:
-        """Puts back what was there; a second call does nothing."""
+        """Restores the replaced names; a second call does nothing."""
         while self._own:
             setattr(*self._own.pop())
 
@@ -56,20 +56,20 @@ class Patch:
 
 
 def is_ours(replaced: Any) -> bool:
-    """Tells if a `Patch` has put this in the place of something."""
+    """Returns True if a `Patch` has put this in the place of something."""
     return _MARK in getattr(replaced, "__dict__", {})
 
 
 def check_version(package: str, oldest: str, before: str | None = None) -> None:
-    """Refuses a framework that is missing, too old or too new.
+    """Checks that a framework is installed, and neither too old nor too new.
 
     Args:
-        package: its name in the package index.
-        oldest: the oldest version that has what is patched.
-        before: the first version that is known to have something else, if there is one.
+        package: name in the package index.
+        oldest: the oldest version that works.
+        before: the first newer version that is known not to work; None: unknown.
 
     Raises:
-        ImportError: naming the versions wanted, and the one that is installed.
+        ImportError: naming the expected versions and the installed one.
     """
     requirement = f"{package}>={oldest}" + (f",<{before}" if before else "")
     try:

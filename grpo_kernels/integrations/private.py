@@ -22,12 +22,12 @@ TESTED_VERSIONS = {
 
 
 def forget_forward(wrapped: Any) -> None:
-    """Has DDP expect no backward of a forward that will have none, or one that broke off."""
+    """Makes DDP expect no backward for a forward that has none, or that was interrupted."""
     _private(wrapped, "reducer._reset_state")()
 
 
 def is_unit_within(layer: Any) -> bool:
-    """Tells if FSDP2 shards the layer as a unit within another; before a forward none is."""
+    """Returns True if FSDP2 shards the layer as a unit within another; False before a forward."""
     return _private(_private(layer, "_get_fsdp_state")(), "_is_root") is False
 
 
@@ -38,7 +38,7 @@ def hooks_of(layer: nn.Module) -> list[Any]:
 
 
 def without_memory() -> AbstractContextManager[Any]:
-    """A block in which tensors have no memory, and take the way of a CPU's."""
+    """A block in which tensors have no memory and behave like CPU tensors."""
     return _private(torch, "_subclasses.fake_tensor.FakeTensorMode")()
 
 

@@ -69,16 +69,16 @@ _ATTRIBUTE = "_grpo_kernels_head"
 
 @dataclass
 class FusedHeadOutput(ModelOutput):
-    """The result of a call with a fused head; per-token values are 0 where nothing is scored.
+    """The result of a call with a fused head; per-token values are 0 at labels of -100.
 
     Args:
         loss: the GRPO loss, 0-d; None without advantages.
-        logps: float32 `[B, S - 1]`: the log-prob of each label but the first, predicted by the
-            position before it. `[B, logits_to_keep]` with that argument, `[B, S]` with
-            `shift_labels`. Differentiable without advantages, detached with them.
+        logps: log-prob of each label but the first, predicted by the position before it: float32
+            `[B, S - 1]`, `[B, logits_to_keep]` with that argument, `[B, S]` with `shift_labels`.
+            Differentiable without advantages, detached with them.
         entropy: in nats; shape, dtype and gradient as `logps`.
         mask: bool, in the shape of `logps`: True where a token is scored.
-        metrics, ref_logps, kl: those of `fused_grpo_loss`; None without advantages.
+        metrics, ref_logps, kl: as in `fused_grpo_loss`; None without advantages.
         aux_loss: the load-balancing loss of a mixture of experts, if the config or the argument
             `output_router_logits` asks for it. It is not part of `loss`.
     """
@@ -99,30 +99,30 @@ class FusedHeadOutput(ModelOutput):
 
 
 class Objective:
-    """Asks a fused head for the GRPO loss or, without advantages, for log-probs alone.
+    """Asks a fused head for the GRPO loss or, without advantages, for log-probs only.
 
-    This is an object, not arguments of the model's forward, because FSDP's mixed precision rounds
-    a forward's arguments and results to bf16. After the call, `output` holds the `FusedHeadOutput`
-    as computed, before any wrapper rounds it.
+    An object instead of arguments of the forward, because FSDP's mixed precision rounds arguments
+    and results of a forward to bf16. After the call, `output` holds the `FusedHeadOutput` before
+    any wrapper rounds it.
 
     Args:
-        advantages: `[B]`, or in the shape of the log-probs, like all per-token values here. None
-            asks for log-probs alone.
-        mask: bool or 0/1, the tokens that count among the labels other than -100.
+        advantages: `[B]`, or in the shape of the log-probs, like all per-token values here. None:
+            log-probs only.
+        mask: bool or 0/1; 0 leaves out a token, in addition to labels of -100.
         old_logps, ref_logps, sampling_logps: as in `fused_grpo_loss`.
         ce_weights: as in `fused_grpo_loss`; 0 where the label is -100.
         config, num_items: as in `fused_grpo_loss`.
-        support: what sampling kept for each token, as in `fused_grpo_loss`, with the tokens in the
-            row-major order of the log-probs. Also without advantages.
+        support: the ids that the sampler kept for each token, as in `fused_grpo_loss`, with tokens
+            in the row-major order of the log-probs. Also works without advantages.
         reference: another model's states and head on the same tokens, as in `fused_grpo_loss`.
-        states: asks for these: `output` has nothing then, and `reference` is this model's, to be
-            the reference of other calls' objectives, also after a step. A head that is trained
-            (`requires_grad`) or sharded is copied, a frozen one is shared with the model.
-        temperature: divides the logits of this call; None: as attached.
-        execution: of this call; None: as attached.
+        states: scores nothing, and sets `reference` to this model's hidden states and head, for the
+            objectives of other calls, also after a step. A head that is trained (`requires_grad`)
+            or sharded is copied; a frozen one is shared with the model.
+        temperature: divides the logits of this call; None: as in `attach_fused_head`.
+        execution: backend and memory of this call; None: as in `attach_fused_head`.
 
     Raises:
-        TypeError: no config, or no execution.
+        TypeError: a config or an execution of another type.
         ValueError: an argument of the loss without advantages.
     """
 
@@ -161,13 +161,14 @@ class Objective:
         }
         if advantages is None and self.loss_arguments:
             raise ValueError(
-                f"advantages: expected a tensor, as {', '.join(self.loss_arguments)} came; got None"
+                f"{', '.join(self.loss_arguments)}: no effect without advantages: pass "
+                "Objective(advantages, ...)"
             )
         check_bool("states", states)
         if states and (advantages is not None or mask is not None or support is not None):
             raise ValueError(
-                "states: expected False with advantages, mask or support, because states=True "
-                "scores nothing; got True"
+                "states=True does not work with advantages, mask or support, because it scores "
+                "nothing: pass states=True alone"
             )
         self.advantages, self.mask, self.old_logps = advantages, mask, old_logps
         self.support, self.temperature, self.execution = support, temperature, execution
@@ -177,19 +178,21 @@ class Objective:
         self._call: dict[str, Any] = {}  # what `explain` needs of the call besides its output
 
     def explain(self, **more: Any) -> Explanation:
-        """Explains the loss of the call that was made with this objective, token by token.
+        """Explains the loss of the last call with this objective, token by token.
 
         Args:
-            more: arguments of `grpo_kernels.explain.explain` besides those of the loss.
+            more: further arguments of `grpo_kernels.explain.explain`, such as `tokenizer`.
 
         Raises:
-            ValueError: no loss was computed yet.
+            ValueError: no call has computed a loss yet.
         """
         from ..explain import explain
 
         out = self.output
         if out is None or out.loss is None or out.logps is None or out.metrics is None:
-            raise ValueError("objective: expected one whose loss was computed; got one without")
+            raise ValueError(
+                "objective: has no loss yet: pass it to the model as fused_head=, with advantages"
+            )
         names = ("logps", "entropy", "ref_logps", "kl")
         values = {name: getattr(out, name) for name in names}
         loss = GRPOLossOutput(loss=out.loss.detach(), metrics=out.metrics, **values)
@@ -198,7 +201,7 @@ class Objective:
 
 @dataclass
 class _Attached:
-    """The state of a fused head, kept on its model."""
+    """The state of a fused head, an attribute of its model."""
 
     own_forward: Any  # the model's bound forward from before
     in_instance: bool  # own_forward was an attribute of the instance, not of the class
@@ -240,13 +243,13 @@ def attach_fused_head(
         keyword: the name of the new argument.
         float32: multiply hidden states and head in float32, outside autocast.
         check: compare with the model's own logits on a few ids, at the cost of one forward. Skipped
-            if the weights are not loaded on this rank (ZeRO-3, FSDP2, the meta device).
+            if the weights are not on this rank (ZeRO-3, FSDP2, the meta device).
         temperature: divides the logits of all calls, as in `LMHead`.
-        logits_dtype: of all calls, as in `LMHead`.
-        execution: of all calls.
+        logits_dtype: as in `LMHead`, for all calls.
+        execution: backend and memory of all calls.
 
     Raises:
-        TypeError: the model is not one of transformers, or an option is of another type.
+        TypeError: the model is not one of transformers, or an option has another type.
         ValueError: PEFT with virtual tokens, an encoder-decoder, a head attached already, or
             logits that are not such a linear layer.
     """
@@ -264,7 +267,7 @@ def attach_fused_head(
             f"{type(model).__name__}"
         )
     if hasattr(model, _ATTRIBUTE):
-        raise ValueError("model: expected no fused head; got one: detach_fused_head(model) first")
+        raise ValueError("model: has a fused head already: call detach_fused_head(model) first")
     if model.config.is_encoder_decoder:
         raise ValueError(f"model: expected a decoder-only model; got {type(model).__name__}")
     head = head_of(model)
@@ -302,11 +305,11 @@ def detach_fused_head(model: Any) -> None:
     model = base_model(model)
     attached = getattr(model, _ATTRIBUTE, None)
     if attached is None:
-        raise ValueError("model: expected one with a fused head; got one without")
+        raise ValueError("model: has no fused head to detach: call attach_fused_head(model) first")
     if vars(model).get("forward") is not attached.forward:
         raise ValueError(
-            "model: expected the forward that attach_fused_head put there; it has been wrapped "
-            "since: undo that first (accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+            "model: its forward was wrapped after attach_fused_head: unwrap it first "
+            "(accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
         )
     if attached.in_instance:
         model.forward = attached.own_forward
@@ -367,12 +370,12 @@ def _fused_forward(
 
 
 def _check_packing(objective: Objective, kwargs: dict[str, Any]) -> None:
-    """Refuses rows of several sequences where the loss takes a row for one."""
+    """Raises ValueError for rows of several sequences if the loss needs one sequence per row."""
     packed = next((x for x in ("cu_seq_lens_q", "seq_idx") if kwargs.get(x) is not None), None)
     if packed and objective.advantages is not None and objective.config.needs_sequences:
         raise ValueError(
-            f"{packed}: expected None with loss_type={objective.config.loss_type!r} and these "
-            "options, which tell sequences apart: pass one sequence per row; got rows of several"
+            f"{packed} does not work with loss_type={objective.config.loss_type!r} and these "
+            "options, which need one sequence per row: do not pack several into a row"
         )
 
 
@@ -382,16 +385,16 @@ def _items_of(objective: Objective, num_items: Any) -> dict[str, Any]:
         return {}
     reason = ""
     if objective.advantages is None:
-        reason = "without advantages, as there is no loss to divide"
+        reason = "without advantages, because there is no loss to divide: leave it out"
     elif "num_items" in objective.loss_arguments:
         return {}  # whoever made the objective knows, and Trainer adds its own to any call
     elif (aggregation := objective.config.effective_aggregation) not in TOKEN_MEANS:
         reason = (
-            f"with the {aggregation!r} aggregation, which divides by sequences: pass their number "
-            "as Objective(num_items=...), which is then used"
+            f"with the {aggregation!r} aggregation, which divides by the number of sequences: pass "
+            "that number as Objective(num_items=...)"
         )
     if reason:
-        raise ValueError(f"num_items_in_batch: expected None {reason}; got {num_items!r}")
+        raise ValueError(f"num_items_in_batch={num_items!r} does not work {reason}")
     return {"num_items": num_items}
 
 

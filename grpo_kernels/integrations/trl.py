@@ -80,26 +80,24 @@ _Attach = Callable[[Any, float, bool], None]
 
 
 class FusedGRPOTrainer(GRPOTrainer):
-    """Trains like TRL's `GRPOTrainer` without computing logits; takes five arguments more.
+    """Trains like TRL's `GRPOTrainer` without computing logits; takes five more arguments.
 
     Args:
-        args, kwargs: those of `trl.GRPOTrainer`.
-        execution: how the head's calls are computed.
+        args, kwargs: arguments of `trl.GRPOTrainer`.
+        execution: backend and memory of the head's calls.
         logits_dtype: as in `LMHead`.
-        replay_support: record what `top_p`, `top_k` and `min_p` kept for each sampled token.
-            Log-probs (the policy's, the old ones and the reference's), entropy and loss are then
-            those of the truncated policy, which is the one that acted.
-        loss: trained in the place of TRL's: an instance of a class of `grpo_kernels.loss.losses`,
-            or a callable (`docs/objectives.md`). `beta`, the entropy bonus and TRL's metrics stay;
-            other options of TRL's loss (`loss_type`, `epsilon`) are refused, as the class has its
-            own.
-        exact_kl: the KL that `beta` weighs is that over the whole vocabulary, for which the
-            reference's layers run beside each micro-batch. Logged as `kl_exact`; TRL's `kl` stays
-            its estimate.
+        replay_support: record the ids that `top_p`, `top_k` and `min_p` kept for each sampled
+            token. Log-probs (policy, old policy, reference), entropy and loss are then those of the
+            truncated policy that sampled.
+        loss: your own loss instead of TRL's: an instance of a class of `grpo_kernels.loss.losses`,
+            or a callable (`docs/objectives.md`). `beta`, the entropy bonus and TRL's metrics still
+            apply; other options of TRL's loss (`loss_type`, `epsilon`) raise an error.
+        exact_kl: `beta` weights the KL over the full vocabulary, for which the reference's layers
+            run with each micro-batch. Logged as `kl_exact`; TRL's `kl` is still the estimate.
 
     Raises:
         ValueError: PEFT with virtual tokens, a model whose logits are not a linear layer of its
-            last hidden states, or `replay_support` with a sampling that truncates nothing or that
+            last hidden states, or `replay_support` with sampling that truncates nothing or that
             cannot be recorded (a vLLM server, continuous batching, tools, a `rollout_func`).
     """
 
@@ -134,8 +132,8 @@ class FusedGRPOTrainer(GRPOTrainer):
 class patch_trl(Patch):
     """Makes every `GRPOTrainer` that is constructed from now on work as a `FusedGRPOTrainer`.
 
-    This is for a trainer that other code constructs, or for a subclass of TRL's. Called as a
-    function, the patch stays until `undo()`; as a context manager, until the end of the block:
+    Use it if other code constructs the trainer, or for a subclass of TRL's. Called as a function,
+    the patch lasts until `undo()`; as a context manager, until the end of the block:
 
         with patch_trl():
             trainer = GRPOTrainer(...)
@@ -190,8 +188,8 @@ def _attaching(execution: Execution, logits_dtype: str) -> _Attach:
     def attach(model: Any, temperature: float, float32: bool) -> None:
         if float32 and head_of(model).adapters:
             raise ValueError(
-                "cast_lm_head_to_fp32: expected False with an adapter on lm_head, as TRL's cast "
-                "would leave the adapter out of sampling; got True"
+                "cast_lm_head_to_fp32=True does not work with an adapter on lm_head: TRL's cast "
+                "leaves the adapter out of sampling. Pass cast_lm_head_to_fp32=False"
             )
         attach_fused_head(
             model,
@@ -247,8 +245,8 @@ def _prepare(
     if ASKS_FOR_LOGITS:
         if trainer.use_liger_kernel:
             raise ValueError(
-                "use_liger_kernel: expected False with TRL before 1.15, where it selects "
-                "another fused head; got True"
+                "use_liger_kernel=True does not work with TRL before 1.15, where it selects "
+                "another fused head: pass use_liger_kernel=False, or upgrade TRL"
             )
         for model in filter(None, (trainer.model, trainer.ref_model)):
             inner, float32 = extract_model_from_parallel(model), trainer.args.cast_lm_head_to_fp32

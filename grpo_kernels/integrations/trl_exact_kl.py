@@ -21,18 +21,19 @@ def uses_exact_kl(trainer: Any) -> bool:
 
 
 def check(trainer: Any, token_local: bool, replay_support: bool) -> None:
-    """Refuses an exact KL of what is no KL, or of a loss that TRL's own code differentiates."""
+    """Raises ValueError for a trainer that cannot have an exact KL."""
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     for wrong, reason in (
-        (not trainer.beta, "as beta = 0.0 has no KL"),
-        (replay_support, "with replay_support, whose softmax is over the kept sets"),
-        (sharded, "with FSDP or DeepSpeed, which hold the reference's head whole only inside its "
-                  "own forward"),
-        (not token_local, f"with loss_type={trainer.loss_type!r} and these options, whose gradient "
-                          "TRL takes through log-probs"),
+        (not trainer.beta, "has no effect with beta=0.0: set beta"),
+        (replay_support, "does not work with replay_support=True, whose softmax is over the kept "
+                         "sets: pass one of them"),
+        (sharded, "does not work with FSDP or DeepSpeed, which gather the reference's head only in "
+                  "its forward: pass exact_kl=False"),
+        (not token_local, f"does not work with loss_type={trainer.loss_type!r} and these options, "
+                          "which are not token-local: pass exact_kl=False"),
     ):  # fmt: skip
         if wrong:
-            raise ValueError(f"exact_kl: expected False {reason}; got True")
+            raise ValueError(f"exact_kl=True {reason}")
 
 
 def reference_of(trainer: Any, inputs: Mapping[str, Any], keyword: str) -> Reference:

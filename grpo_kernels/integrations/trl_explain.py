@@ -26,14 +26,14 @@ _INPUTS = (
 
 
 class ExplainCallback(TrainerCallback):
-    """Writes pages that tell which tokens a step's loss and gradient come from.
+    """Writes pages that show which tokens a step's loss and gradient come from.
 
-    A page shows the completions of the main process. `logging_steps=1` shows the callback every
-    step's gradient norm and KL; with more, spikes between two logs are not seen.
+    A page shows the completions of the main process. The callback sees logged steps only: with
+    `logging_steps` above 1 it misses spikes between two logs.
 
     Args:
-        trainer: a `FusedGRPOTrainer`, or one that `patch_trl` made.
-        folder: where `explanations/` goes; None: the trainer's `output_dir`.
+        trainer: a `FusedGRPOTrainer`, or a trainer constructed under `patch_trl`.
+        folder: the folder of `explanations/`; None: the trainer's `output_dir`.
         every, factor, most: as in `grpo_kernels.explain.steps.ExplainedSteps`.
 
     Raises:
@@ -46,7 +46,7 @@ class ExplainCallback(TrainerCallback):
     ) -> None:  # fmt: skip
         if not hasattr(trainer, "_explainer"):
             raise ValueError(
-                "trainer: expected a FusedGRPOTrainer, or one made under patch_trl; got "
+                "trainer: expected a FusedGRPOTrainer, or one constructed under patch_trl; got "
                 f"{type(trainer).__name__}"
             )
         self.steps = ExplainedSteps(

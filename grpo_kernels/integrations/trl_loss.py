@@ -43,11 +43,11 @@ OF_TRLS_LOSS = {
 
 
 def check_own(trainer: Any, loss: object) -> None:
-    """Refuses a name, and options of TRL's loss that a loss of one's own leaves out, or twists.
+    """Checks your own loss, and that no option of TRL's loss would be ignored.
 
     Raises:
         TypeError: the loss is a name.
-        ValueError: an option differs from TRL's default.
+        ValueError: an option of TRL's loss differs from its default.
     """
     if isinstance(loss, str):
         raise TypeError(
@@ -56,13 +56,13 @@ def check_own(trainer: Any, loss: object) -> None:
     for name, expected in OF_TRLS_LOSS.items():
         if (value := getattr(trainer.args, name)) != expected:
             raise ValueError(
-                f"{name}: expected {expected!r}, TRL's default, with your own loss, which "
-                f"ignores it: make it an option of that loss; got {value!r}"
+                f"{name}={value!r} has no effect with your own loss: make it an option of that "
+                f"loss, and leave TRL's at {expected!r}"
             )
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         raise ValueError(
-            "vllm_importance_sampling_correction: expected False with a loss of your own, which "
-            "need not be linear in the advantage; got True"
+            "vllm_importance_sampling_correction=True does not work with your own loss, because it "
+            "scales the advantage: pass vllm_importance_sampling_correction=False"
         )
 
 
@@ -179,7 +179,7 @@ def check_agreement(trainer: Any, objective: Objective, trl_loss: float, our_los
     if not math.isfinite(trl_loss) or abs(trl_loss - our_loss) <= allowed:
         return
     raise RuntimeError(
-        f"loss: expected TRL's, {trl_loss:.6g}, as the value whose gradient was computed; got "
-        f"{our_loss:.6g}. This version of TRL, or a subclass of its trainer, computes a loss that "
-        "grpo_kernels does not know: use GRPOTrainer, and please report it"
+        f"loss: expected TRL's, {trl_loss:.6g}; got {our_loss:.6g}. This version of TRL, or a "
+        "subclass of its trainer, computes a loss that grpo_kernels does not know: use "
+        "GRPOTrainer, and please report it"
     )

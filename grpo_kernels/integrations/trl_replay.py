@@ -82,8 +82,9 @@ class SupportReplay:
         """Returns the supports of the batch that TRL is scoring."""
         if self._rows is None:
             raise RuntimeError(
-                "replay_support: expected log-probs of completions that _generate_single_turn has "
-                "just sampled; got others, from a subclass of TRL's trainer"
+                "replay_support=True does not work with a subclass of TRL's trainer that scores "
+                "other completions than _generate_single_turn has just sampled: pass "
+                "replay_support=False"
             )
         return self._rows
 
@@ -123,8 +124,8 @@ def masks_of_vllm() -> list[Replacement]:
         installed = vllm.__version__
         if tuple(int(part) for part in installed.split(".")[:2]) < _VLLM:
             raise ValueError(
-                f"vllm: expected version {'.'.join(map(str, _VLLM))} or newer, which returns its "
-                f"sampling mask, with replay_support=True; got {installed}"
+                f"vllm {installed} does not work with replay_support=True, as it returns no "
+                f"sampling mask: install vllm {'.'.join(map(str, _VLLM))} or newer"
             )
         return own(*args, return_sampling_mask=True, **kwargs)
 
@@ -167,19 +168,19 @@ def _mask_supports(
         kept_sets = output.sampling_mask.token_ids
         if len(kept_sets) != len(ids):
             raise ValueError(
-                f"sampling_mask: expected the kept sets of {len(ids)} tokens of a completion; "
-                f"got those of {len(kept_sets)} from vLLM"
+                f"sampling_mask: expected {len(ids)} kept sets for a completion of {len(ids)} "
+                f"tokens; got {len(kept_sets)} from vLLM"
             )
         supports.append(support_of(kept_sets))
     return supports
 
 
 def _check_source(trainer: Any) -> None:
-    """Refuses completions whose supports nobody reports."""
+    """Raises ValueError for a source of completions that does not report their supports."""
     if trainer.use_vllm and trainer.vllm_mode != "colocate":
         raise ValueError(
-            "vllm_mode: expected 'colocate' with replay_support=True, as TRL's client leaves out "
-            f"a server's sampling masks; got {trainer.vllm_mode!r}"
+            f"vllm_mode={trainer.vllm_mode!r} does not work with replay_support=True, as TRL's "
+            "client drops the server's sampling masks: pass vllm_mode='colocate'"
         )
     refused = {
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
@@ -189,10 +190,9 @@ def _check_source(trainer: Any) -> None:
     }
     for name, value in refused.items():
         if value:
-            expected = False if isinstance(value, bool) else None
             raise ValueError(
-                f"{name}: expected {expected} with replay_support=True, which records completions "
-                f"sampled in one go; got {value!r}"
+                f"{name}={value!r} does not work with replay_support=True, which records single "
+                f"calls of generate: pass replay_support=False, or no {name}"
             )
 
 
@@ -215,20 +215,20 @@ def _sampling_options(trainer: Any) -> dict[str, Any]:
         value = settings.get(name)
         if value is not None and value != off:
             raise ValueError(
-                f"{name}: expected {off!r} with replay_support=True, which replays temperature, "
-                f"top_k, top_p and min_p alone; got {value!r}"
+                f"{name}={value!r} does not work with replay_support=True, which replays only "
+                f"temperature, top_k, top_p and min_p: pass {name}={off!r}"
             )
     options = {name: settings.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     if options["temperature"] != trainer.temperature:
         raise ValueError(
-            f"temperature: expected GRPOConfig's, {trainer.temperature}, by which log-probs are "
-            f"scaled; got {options['temperature']} from generation_kwargs"
+            f"temperature={options['temperature']} in generation_kwargs differs from GRPOConfig's, "
+            f"{trainer.temperature}, which scales the log-probs: set it in GRPOConfig only"
         )
     top_k, top_p, min_p = options["top_k"], options["top_p"], options["min_p"]
     if trainer.use_vllm and not (top_k and top_k > 0):
         raise ValueError(
-            "top_k: expected a number > 0 with replay_support=True, because vLLM otherwise returns "
-            f"no sampling mask; got {top_k!r}"
+            f"top_k={top_k!r} does not work with replay_support=True and vLLM, which then returns "
+            "no sampling mask: pass top_k > 0"
         )
     if not (top_k or (top_p is not None and top_p != 1.0) or min_p):
         raise ValueError(

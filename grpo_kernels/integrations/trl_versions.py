@@ -30,8 +30,7 @@ def check_version(installed: str) -> None:
     if version_numbers(installed) > version_numbers(NEWEST):
         warnings.warn(
             f"{_FROM}: expected TRL {OLDEST} to {NEWEST}, the tested versions; got {installed}. "
-            "Its loss is compared with ours in the first micro-batches, and now and then; training "
-            "ends if they differ",
+            "Its loss is compared with ours in some micro-batches; training stops if they differ",
             stacklevel=3,
         )
 

@@ -44,14 +44,14 @@ _ENTROPY: ContextVar[bool] = ContextVar("entropy", default=True)
 
 
 class patch_verl(Patch):
-    """Makes verl know the backend `grpo_kernels` of its fused head; others stay as they are.
+    """Adds the backend `grpo_kernels` to verl's fused head; other backends stay as they are.
 
-    verl does this by itself where this library is installed. Call it for another `execution`, in a
-    module that `VERL_USE_EXTERNAL_MODULES` names: verl imports these before it looks for plug-ins.
-    The patch stays until `undo()`, or to the end of a `with` block.
+    verl does this itself if this library is installed. Call it for another `execution`, in a module
+    that `VERL_USE_EXTERNAL_MODULES` names: verl imports these before it looks for plug-ins. The
+    patch lasts until `undo()`, or the end of a `with` block.
 
     Args:
-        execution: how the head's calls are computed.
+        execution: backend and memory of the head's calls.
 
     Raises:
         ImportError: no verl 0.9 is installed.
@@ -107,7 +107,7 @@ class patch_verl(Patch):
 
     @staticmethod
     def active() -> bool:
-        """Tells if verl is patched now."""
+        """Returns True while verl is patched."""
         from verl.utils.kernel import linear_cross_entropy as kernel
 
         return is_ours(kernel.linear_cross_entropy)
@@ -165,46 +165,53 @@ class patch_verl(Patch):
 
 
 def _check_head(model: Any) -> None:
-    """Refuses a head of which verl's forward would leave something out."""
+    """Raises ValueError for a head with parts that verl's forward ignores."""
     head = head_of(model)
     more = {
         "a bias": head.bias is not None,
         "a softcap": head.softcap is not None,
-        f"logits times {head.logit_scale}": head.logit_scale != 1.0,
+        f"a scale of {head.logit_scale}": head.logit_scale != 1.0,
         "an adapter": bool(head.adapters),
     }
     for what, there in more.items():
         if there:
             raise ValueError(
-                "use_fused_kernels: expected False, as verl's fused forward multiplies by "
-                f"lm_head.weight alone, and {type(model).__name__} has a head with {what}; got True"
+                f"use_fused_kernels=True does not work with {type(model).__name__}, whose head has "
+                f"{what}: {_WEIGHT_ALONE}. Pass use_fused_kernels=False"
             )
 
 
-_NO_LORA = "expected no adapter on lm_head, as verl's fused forward multiplies by its weight alone"
+_WEIGHT_ALONE = "verl's fused forward uses lm_head.weight only"
 
 
 def _check_targets_of_lora(config: Any) -> None:
-    """Refuses a LoRA on the head, which verl puts there after its forward has been patched."""
+    """Raises ValueError for a LoRA on the head, which verl adds after the forward is patched."""
     targets = config.target_modules
     named = [targets] if isinstance(targets, str) else targets or []
     if config.lora_rank > 0 and any("lm_head" in name for name in named):
-        raise ValueError(f"target_modules: {_NO_LORA}; got {targets!r}")
+        raise ValueError(
+            f"target_modules={targets!r} does not work with use_fused_kernels=True: "
+            f"{_WEIGHT_ALONE}. Leave lm_head out of target_modules"
+        )
 
 
 def _check_engine(model: Any, config: Any) -> None:
-    """Refuses, where the head is this library's, what is known when the model has been wrapped."""
+    """Raises ValueError for what only a wrapped model with this head shows: LoRA, offloading."""
     if not any(getattr(x, "_verl_fused_kernels_backend", None) == NAME for x in model.modules()):
         return
     for name, module in model.named_modules():
         if not name.endswith("lm_head"):
             continue
         if getattr(module, "lora_A", None):
-            raise ValueError(f"lora_adapter_path: {_NO_LORA}; got one")
+            raise ValueError(
+                f"lora_adapter_path: an adapter on lm_head does not work: {_WEIGHT_ALONE}. Pass an "
+                "adapter without lm_head, or use_fused_kernels=False"
+            )
         if hasattr(module, "unshard") and getattr(config, "enable_activation_offload", False):
             raise ValueError(
-                "enable_activation_offload: expected False under fsdp2 with an untied head, as "
-                "verl waits for a call of lm_head, and its fused forward makes none; got True"
+                "enable_activation_offload=True does not work with use_fused_kernels=True and an "
+                "untied head under fsdp2: verl waits for a call of lm_head that never comes. Pass "
+                "enable_activation_offload=False"
             )
 
 

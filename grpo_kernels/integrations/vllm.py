@@ -16,10 +16,10 @@ from .hf_head import base_model, beyond_lora, is_prompt_learning, is_sharded
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker; each name has to be none of the worker's own."""
+    """Methods that vLLM adds to its worker; no name may be one of the worker's."""
 
     def grpo_kernels_about(self) -> dict[str, Any]:
-        """The facts of the engine that a trainer needs."""
+        """Returns facts about the engine for the trainer."""
         import vllm
 
         config = self.model_config  # type: ignore[attr-defined]
@@ -36,11 +36,11 @@ class WorkerExtension:
         """Replaces the model's weights.
 
         Args:
-            weights: names and tensors, as a checkpoint has them.
-            count: how many there are.
+            weights: names and tensors, as in a checkpoint.
+            count: number of weights.
 
         Raises:
-            RuntimeError: as many did not come, or vLLM did not take some before.
+            RuntimeError: another number came, or an earlier load failed.
         """
         failed = getattr(self, "grpo_kernels_failed", "")
         if failed:
@@ -96,21 +96,21 @@ def names_of(model: Any) -> list[str]:
     ]  # fmt: skip
 
 
-_PLAIN = "model: expected plain LoRA, which can be merged on the way to vLLM"
+_PLAIN = "model: expected plain LoRA, which can be merged into the weights that vLLM gets"
 
 
 def check_can_be_sent(model: Any) -> None:
-    """Refuses sharded weights, and adapters that the sent weights would lack, or have twice.
+    """Checks that a model's weights can be sent to vLLM.
 
     Raises:
-        ValueError: a sharded weight, an adapter that cannot be merged into a weight, or one on a
-            tied head or embedding that makes them two weights, of which vLLM has one.
+        ValueError: a sharded weight, an adapter that cannot be merged into a weight, or an adapter
+            on a tied head or embedding, which vLLM has as one weight.
     """
     sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
         raise ValueError(
-            f"model: expected whole weights; got a sharded one, {sharded}: TRL's trainer sends "
-            "such weights to vLLM itself"
+            f"model: expected unsharded weights; {sharded} is sharded: use TRL's trainer, which "
+            "gathers weights and sends them to vLLM"
         )
     if not hasattr(model, "peft_config"):
         return
@@ -128,9 +128,9 @@ def check_can_be_sent(model: Any) -> None:
     tied = (getattr(x, "ensure_weight_tying", False) for x in model.peft_config.values())
     if any(adapted) and not (all(adapted) and all(tied)):
         raise ValueError(
-            "model: expected no adapter on a tied output layer or embedding (lora_target), of "
-            "which vLLM has one weight, unless PEFT ties it too (ensure_weight_tying); got one on "
-            f"the {'embedding' if adapted[0] else 'output layer'}"
+            "model: expected no adapter on a tied output layer or embedding, as vLLM has one "
+            f"weight for both; got one on the {'embedding' if adapted[0] else 'output layer'}: "
+            "leave it out of lora_target, or tie both with PEFT's ensure_weight_tying=True"
         )
 
 

@@ -48,7 +48,7 @@ def group_advantages(
     lengths: Tensor | None = None,
     eps: float = 1e-4,
 ) -> Tensor:
-    """The advantage of every completion over the others of its group.
+    """Computes each completion's advantage relative to its group.
 
     Equivalent PyTorch, for one reward function and groups of G:
 
@@ -56,26 +56,27 @@ def group_advantages(
         mean, std = grouped.mean(1, keepdim=True), grouped.std(1, keepdim=True)
         advantages = ((grouped - mean) / (std + eps)).view(-1)
 
-    A group whose rewards are all equal, so also a group of one, gets exactly 0.
+    A group whose rewards are all equal, as in a group of one, gets exactly 0.
 
     Args:
-        rewards: `[B]`, or `[B, R]` of R reward functions. NaN where a function did not apply: it
-            is left out of that completion's sum. A completion to which none applied takes no part
-            in any mean or std, and its advantage is 0.
-        groups: the number of completions in every group, which then lie together; or `[B]`, the
-            integer id of each completion's group, in any order, of groups of any size.
-        scale: `"group"`, `"batch"`, `"none"` or `"mean"`: what the difference to the baseline is
-            divided by.
-        weights: `[R]`, of the reward functions; None is 1 each.
-        aggregation: `"sum_then_normalize"` or `"normalize_then_sum"`; the latter has divisions of
-            its own and takes `scale="group"` and `baseline="mean"` only.
-        baseline: `"mean"`, `"length"` or `"runner_up"`, see above.
-        lengths: `[B]`, the tokens of each completion, for `baseline="length"`.
+        rewards: `[B]`, or `[B, R]` for R reward functions. NaN if a function did not apply: it is
+            left out of the completion's sum. If none applied, the completion is left out of every
+            mean and std, and its advantage is 0.
+        groups: the size of all groups, whose completions are consecutive; or `[B]`, the integer id
+            of each completion's group, in any order, for groups of any size.
+        scale: the divisor of the difference to the baseline: `"group"` (std of the group),
+            `"batch"` (std of all), `"none"`, or `"mean"` (mean of the group, for rewards >= 0).
+        weights: `[R]`, weights of the reward functions; None: 1 each.
+        aggregation: `"sum_then_normalize"`, or `"normalize_then_sum"` (GDPO), which needs
+            `scale="group"` and `baseline="mean"`.
+        baseline: `"mean"` of the group; `"length"`: mean over its tokens; `"runner_up"`: the best
+            completion gets its reward minus the second best's, all others 0.
+        lengths: `[B]`, the number of tokens of each completion, for `baseline="length"`.
         eps: added to the divisor.
 
     Returns:
-        float32 `[B]`; computed in float64. Under several ranks, give the rewards of all of them:
-        groups may be split, and "batch" means all.
+        float32 `[B]`; computed in float64. On several ranks, pass the rewards of all ranks: groups
+        may be split over ranks, and "batch" means all of them.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
@@ -142,19 +143,19 @@ def per_token_kl(
     estimator: str = "k3",
     clamp: float | None = None,
 ) -> Tensor:
-    """An estimate of every token's KL to the reference, to subtract from the reward.
+    """Estimates each token's KL to the reference, to subtract from the reward.
 
     Equivalent PyTorch, for "k3":  `d = ref_logps - logps;  kl = d.exp() - d - 1`
 
     Args:
         logps: log-probs of the sampled tokens under the policy, any shape.
-        ref_logps: under the reference policy, likewise.
-        mask: likewise, bool or 0/1; None is all. Masked tokens come back as 0.
-        estimator: as `GRPOLossConfig.kl_estimator` has it.
-        clamp: as `GRPOLossConfig.kl_clamp` has it.
+        ref_logps: log-probs under the reference policy, same shape.
+        mask: bool or 0/1, same shape; None: all tokens. Masked tokens get 0.
+        estimator: as `GRPOLossConfig.kl_estimator`.
+        clamp: as `GRPOLossConfig.kl_clamp`.
 
     Returns:
-        float32 (float64 of float64), differentiable, of the shape of `logps`.
+        float32 (float64 for float64), differentiable, in the shape of `logps`.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.

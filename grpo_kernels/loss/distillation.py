@@ -32,7 +32,7 @@ def topk_kl(
     direction: str = "forward",
     beta: float = 0.5,
 ) -> Tensor:
-    """The divergence of each token between a teacher and the policy, over some ids of each.
+    """Computes the divergence of teacher and policy from log-probs of some ids per token.
 
     Equivalent PyTorch, for `[..., K]` log-probs renormalised over the K, and "forward":
 
@@ -40,17 +40,17 @@ def topk_kl(
         divergence = (t.exp() * (t - s)).sum(-1)
 
     Args:
-        logps: the policy's: `[E]` of all entries of a support, or `[..., K]` of several targets
-            per token, none of which repeats.
-        teacher_logps: the teacher's of the same ids, a constant of the same shape.
-        offsets: `[N + 1]`, those of the support, of `[E]`: both are renormalised over each set. A
-            token without entries has divergence 0. None: `[..., K]`, of the whole softmax, with
-            the rest of it as one outcome more.
+        logps: log-probs under the policy: `[..., K]` for K different ids per token, or `[E]` for
+            all ids of a support.
+        teacher_logps: log-probs of the same ids under the teacher, a constant of the same shape.
+        offsets: `[N + 1]`, the offsets of the support, with `[E]`: both are renormalised over each
+            set, and an empty set has divergence 0. None, with `[..., K]`: all other ids count as
+            one.
         direction: `"forward"`, `"reverse"` or `"jsd"`.
-        beta: of `"jsd"`, the teacher's share of the mixture, in (0, 1).
+        beta: with `"jsd"`, the teacher's share of the mixture, in (0, 1).
 
     Returns:
-        float32 (float64 of float64), `[N]` or `[...]`, in nats, differentiable by `logps`.
+        float32 (float64 for float64), `[N]` or `[...]`, in nats, differentiable in `logps`.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.

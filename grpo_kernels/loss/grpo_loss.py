@@ -43,7 +43,7 @@ def grpo_loss(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> GRPOLossOutput:
-    """The GRPO loss of per-token log-probs, with gradients for `logps` and `entropy`.
+    """Computes the GRPO loss from per-token log-probs, with gradients for `logps` and `entropy`.
 
     Equivalent PyTorch, for on-policy `dapo` without a KL:
 
@@ -54,26 +54,27 @@ def grpo_loss(
         advantages: `[B]`, `[B, T]` or `[N]`; `[B]` with packed input needs `cu_seqlens`.
         mask: of the shape of `logps`, bool or 0/1; None counts every token. Masked positions may
             hold anything, NaN included, in any argument.
-        old_logps: the ratio's denominator, a constant of the shape of `logps`; None is on-policy.
-        ref_logps: log-probs under the reference policy, likewise; needed when `config.beta` is
-            not 0, and otherwise used for the `kl` metrics alone.
-        sampling_logps: log-probs as the sampler reported them, likewise, NaN where it reported
-            none; needed by `config.is_correction`, used by `config.off_policy_threshold`, and
-            otherwise by the metrics alone.
+        old_logps: log-probs under the policy before the update, the ratio's denominator: a constant
+            in the shape of `logps`. None: on-policy.
+        ref_logps: log-probs under the reference policy, same shape; required if `config.beta` is
+            not 0, otherwise used for the `kl` metrics only.
+        sampling_logps: the sampler's log-probs, same shape, NaN where it reported none; required by
+            `config.is_correction`, used by `config.off_policy_threshold`, otherwise for metrics
+            only.
         ce_weights: adds `-(ce_weights * logps).sum()` over any tokens, as in `fused_grpo_loss`.
-        entropy: in nats, of the shape of `logps`; needed when `config.entropy_coef` is not 0 or
-            `config.top_entropy_quantile` below 1, and otherwise used for the metric alone.
+        entropy: in nats, in the shape of `logps`; required if `config.entropy_coef` is not 0 or
+            `config.top_entropy_quantile` is below 1, otherwise used for the metric only.
         config: the loss to compute.
         num_items: the denominator, as in `fused_grpo_loss`.
-        cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
-            where the objective tells sequences apart.
-        backend: `"auto"`, `"triton"` or `"torch"`. Triton has a kernel for token-local objectives
-            that clip a ratio, cispo among them, without a KL or with one of `"k1"`, `"k2"` and
-            `"k3"`, unclamped; the others are torch operations in any case.
+        cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; required
+            by losses that depend on sequences.
+        backend: `"auto"`, `"triton"` or `"torch"`. Triton has a kernel for token-local losses that
+            clip a ratio, `cispo` included, without a KL or with `"k1"`, `"k2"` or `"k3"` without a
+            clamp; all others are torch operations.
 
     Returns:
-        `loss`; `metrics` as in `fused_grpo_loss` (`entropy` only where it was given); `logps` and
-        `entropy` as they came, detached.
+        `loss`; `metrics` as in `fused_grpo_loss` (`entropy` only if you pass it); `logps` and
+        `entropy`, detached.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. No value is

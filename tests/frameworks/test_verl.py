@@ -175,7 +175,7 @@ def test_verls_own_backend_does_not_take_a_sharded_head(ranks):
 
 def test_activations_are_not_offloaded_where_verl_waits_for_a_call_of_the_head(ranks):
     ranks(True, job="offloaded")
-    with pytest.raises(RankFailed, match=r"enable_activation_offload: expected False .* got True"):
+    with pytest.raises(RankFailed, match="enable_activation_offload=True does not work"):
         ranks(False, job="offloaded")
 
 
@@ -205,7 +205,7 @@ def test_megatrons_call(tmp_path, capsys):
     assert relative_error(logps, exact.gather(-1, labels[0][:, None])[:, 0]) < 1e-6
     assert relative_error(entropy, -(exact.exp() * exact).sum(-1)) < 1e-6
     options |= {"lora_rank": 4, "target_modules": ["q_proj", "lm_head"]}
-    with pytest.raises(ValueError, match="target_modules: expected no adapter on lm_head"):
+    with pytest.raises(ValueError, match=r"target_modules=.* does not work with use_fused_kernels"):
         HFModelConfig(**options, fused_kernel_options={"impl_backend": "grpo_kernels"})
     HFModelConfig(**options, fused_kernel_options={"impl_backend": "torch"})
 
@@ -215,7 +215,7 @@ def test_an_adapter_on_the_head_that_came_with_a_checkpoint_is_refused():
     forward_of(model, "grpo_kernels", torch.zeros(1, 2, dtype=torch.long))
     model.lm_head.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(32, 2)})
     ours._check_engine(model_of(), None)
-    with pytest.raises(ValueError, match="lora_adapter_path: expected no adapter on lm_head"):
+    with pytest.raises(ValueError, match="lora_adapter_path: an adapter on lm_head does not work"):
         ours._check_engine(torch.nn.Sequential(model), None)
     model._verl_fused_kernels_backend = "torch"
     ours._check_engine(torch.nn.Sequential(model), None)
@@ -239,7 +239,7 @@ def test_other_backends_are_verls():
 
 def test_a_head_that_verls_forward_leaves_out_is_refused():
     config = Gemma2Config(vocab_size=V, head_dim=8, final_logit_softcapping=30.0, **SIZES)
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM has a head with a softcap; got True"):
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM, whose head has a softcap"):
         monkey_patch.patch_forward_with_backends(Gemma2ForCausalLM(config), True, "grpo_kernels")
 
 

@@ -106,7 +106,7 @@ def test_what_is_refused():
     for lengths in ([1, 1], [1, 1, STEPS + 1]):
         with pytest.raises(ValueError, match="lengths: expected 3 numbers up to 6"):
             recorder.supports(lengths)
-    with pytest.raises(ValueError, match=r"input_ids: expected \[3, 9\], a token more"):
+    with pytest.raises(ValueError, match=r"input_ids: expected shape \[3, 9\], one token more"):
         sample(model, logits_processor=[recorder], **recorder.generate_options())
 
 

@@ -179,15 +179,15 @@ def test_outputs_of_a_group_of_ranks():
     (first, second) = _mask_supports(outputs, [[4, 5], [6]], rank=1)
     assert first[0].tolist() == [3, 4, 5] and first[1].tolist() == [0, 2, 3]
     assert second[0].tolist() == [6] and second[1].tolist() == [0, 1]
-    with pytest.raises(ValueError, match="sampling_mask: expected the kept sets of 3 tokens"):
+    with pytest.raises(ValueError, match="sampling_mask: expected 3 kept sets"):
         _mask_supports(outputs, [[4, 5, 6], [6]], rank=1)
 
 
 @pytest.mark.parametrize(
     ("version", "options", "message"),
     (
-        ("0.27.2", {}, r"vllm: expected version 0\.28 or newer.*; got 0\.27\.2"),
-        ("0.28.0", {"top_k": 0, **TOP_P}, r"top_k: expected a number > 0 .* vLLM .*; got 0"),
+        ("0.27.2", {}, r"vllm 0\.27\.2 does not work .*: install vllm 0\.28"),
+        ("0.28.0", {"top_k": 0, **TOP_P}, r"top_k=0 does not work .* vLLM.*: pass top_k > 0"),
     ),
 )
 def test_what_vllm_cannot_replay_is_refused(version, options, message, vllm, tmp_path):
@@ -197,22 +197,22 @@ def test_what_vllm_cannot_replay_is_refused(version, options, message, vllm, tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
+    ("name", "value"),
     (
-        ("vllm_mode", "server", "'colocate'"),
-        ("rollout_func", print, "None"),
-        ("tools", [print], "None"),
-        ("environment_factories", {None: print}, "None"),
+        ("vllm_mode", "server"),
+        ("rollout_func", print),
+        ("tools", [print]),
+        ("environment_factories", {None: print}),
     ),
 )
-def test_supports_that_nobody_reports(name, value, expected):
+def test_supports_that_nobody_reports(name, value):
     trainer = SimpleNamespace(
         use_vllm=name == "vllm_mode", vllm_mode="colocate", tools=[], rollout_func=None,
         environment_factories=None, use_transformers_continuous_batching=False,
     )  # fmt: skip
     setattr(trainer, name, value)
     name = name.replace("factories", "factory")
-    with pytest.raises(ValueError, match=f"{name}: expected {expected} with replay_support=True"):
+    with pytest.raises(ValueError, match=f"{name}=.* does not work with replay_support=True"):
         _check_source(trainer)
 
 
@@ -222,14 +222,14 @@ def test_supports_that_nobody_reports(name, value, expected):
         ({}, "replay_support=True has no effect without truncation: set top_p < 1"),
         (
             TOP_P | {"use_transformers_continuous_batching": True},
-            "use_transformers_continuous_batching: expected False with replay_support=True",
+            "use_transformers_continuous_batching=True does not work with replay_support=True",
         ),
-        (TOP_P | {"repetition_penalty": 1.1}, "repetition_penalty: expected 1.0 .* got 1.1"),
-        (TOP_P | {"generation_kwargs": {"typical_p": 0.9}}, "typical_p: expected 1.0 .* got 0.9"),
-        (TOP_P | {"generation_kwargs": {"num_beams": 2}}, "num_beams: expected 1 .* got 2"),
+        (TOP_P | {"repetition_penalty": 1.1}, "repetition_penalty=1.1 does not .*=1.0"),
+        (TOP_P | {"generation_kwargs": {"typical_p": 0.9}}, "typical_p=0.9 does not .*=1.0"),
+        (TOP_P | {"generation_kwargs": {"num_beams": 2}}, "num_beams=2 does not .*=1"),
         (
             TOP_P | {"generation_kwargs": {"temperature": 0.5}},
-            r"temperature: expected GRPOConfig's, 1.0, .* got 0.5 from generation_kwargs",
+            r"temperature=0.5 in generation_kwargs differs from GRPOConfig's, 1.0",
         ),
     ),
 )
