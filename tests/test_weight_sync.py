@@ -139,7 +139,7 @@ def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
         kept.append(weights_of(trainer))
         rollout.deaf = len(kept) == 2
 
-    with pytest.raises(RolloutError, match=r"sampler_gap: expected .* to 0\.0001 on average"):
+    with pytest.raises(RolloutError, match=r"sampler_gap: .* on average.* explains 0\.0001 "):
         trainer.train(after)
     assert len(kept) == 2
     assert_same_weights(weights_of(trainer), kept[1])

@@ -44,8 +44,8 @@ class Layout:
             return Layout(x.shape, x.device, Sequences(B, length=T))
         if x.ndim == 2:
             raise ValueError(
-                "cu_seqlens: expected None with padded input [B, T], as it belongs to packed input "
-                f"[N]; got a tensor with {name} of shape {list(x.shape)}"
+                f"cu_seqlens does not work with padded input, {name} {list(x.shape)}: pass packed "
+                "input [N], or no cu_seqlens"
             )
         check_tensor("cu_seqlens", cu_seqlens, dtypes=INTEGERS[:2], device=x.device)
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:

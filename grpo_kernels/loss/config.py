@@ -264,42 +264,41 @@ class GRPOLossConfig:
             )
             if unused and not is_default:
                 own = isinstance(self.loss_type, Loss) and option_field.name != "aggregation"
-                reason = "has options of its own" if own else "has no use for it"
                 raise ValueError(
-                    f"{option_field.name}: expected {option_field.default!r}, as "
-                    f"loss_type={self.loss_type!r} "
-                    f"{reason}; got {value!r}"
+                    f"{option_field.name}={value!r} has no effect with loss_type="
+                    f"{self.loss_type!r}: "
+                    + ("set options on the instance" if own else "remove it")
                 )
         length = self.max_completion_length
         if length is not None and (type(length) is not int or length < 1):
             raise ValueError(f"max_completion_length: expected a positive int; got {length!r}")
         if self.effective_aggregation == "dr_grpo" and length is None:
             raise ValueError(
-                "max_completion_length: expected a positive int, as the 'dr_grpo' aggregation "
-                "divides by it; got None"
+                "max_completion_length: expected a positive int, by which the 'dr_grpo' "
+                "aggregation divides; got None"
             )
         if self.effective_aggregation != "dr_grpo" and length is not None:
             raise ValueError(
-                "max_completion_length: expected None, as only the 'dr_grpo' aggregation uses it; "
-                f"got {length} with loss_type={self.loss_type!r}"
+                f"max_completion_length={length} has no effect with loss_type={self.loss_type!r}: "
+                "remove it (only the 'dr_grpo' aggregation divides by it)"
             )
         if self.top_entropy_quantile == 1 and self.entropy_threshold is not None:
             raise ValueError(
-                "entropy_threshold: expected None, as top_entropy_quantile = "
-                f"{self.top_entropy_quantile} trains every token; got {self.entropy_threshold}"
+                f"entropy_threshold={self.entropy_threshold} has no effect with "
+                "top_entropy_quantile=1: set top_entropy_quantile below 1"
             )
         if self.is_correction == "none" and (self.is_clip_max, self.is_clip_min) != (3.0, None):
             raise ValueError(
-                "is_clip_max, is_clip_min: expected 3.0 and None, as is_correction='none' has no "
-                f"use for them; got {self.is_clip_max} and {self.is_clip_min}"
+                f"is_clip_max={self.is_clip_max} and is_clip_min={self.is_clip_min} have no effect "
+                "with is_correction='none': set is_correction, or remove them"
             )
 
     def _check_together(self) -> None:
         if self.loss.weighs_sampler and self.corrects_sequences:
             raise ValueError(
-                "is_correction: expected 'none', 'token_truncate' or 'token_mask', as "
-                f"loss_type={self.loss_type!r} multiplies the tokens' weights itself; got "
-                f"{self.is_correction!r}"
+                f"is_correction={self.is_correction!r} does not work with loss_type="
+                f"{self.loss_type!r}, which weighs sequences itself: pass 'none', "
+                "'token_truncate' or 'token_mask'"
             )
         if self.kl_estimator == "exact" and not self.beta:
             raise ValueError(
@@ -307,25 +306,25 @@ class GRPOLossConfig:
             )
         if self.kl_estimator == "exact" and self.kl_clamp is not None:
             raise ValueError(
-                "kl_clamp: expected None, as kl_estimator='exact' takes no token's estimate; got "
-                f"{self.kl_clamp}"
+                f"kl_clamp={self.kl_clamp} does not work with kl_estimator='exact': pass one of "
+                "the two"
             )
         if self.is_gate != "ratio" and not self.is_correction.endswith("mask"):
             raise ValueError(
-                "is_gate: expected 'ratio', as a divergence bounds no weight and only masks; got "
-                f"{self.is_gate!r} with is_correction={self.is_correction!r}"
+                f"is_gate={self.is_gate!r} does not work with is_correction="
+                f"{self.is_correction!r}: it needs a mask, such as 'token_mask'"
             )
         if self.is_gate != "ratio" and self.is_clip_min is not None:
             raise ValueError(
-                f"is_clip_min: expected None, as the least {self.is_gate} is that of no mismatch; "
-                f"got {self.is_clip_min}"
+                f"is_clip_min={self.is_clip_min} does not work with is_gate={self.is_gate!r}, "
+                "which has an upper bound only: set is_clip_max"
             )
         if self.is_correction != "none":
             low, high = self.is_clip_min, self.is_clip_max
             if low is None and high is None:
                 raise ValueError(
-                    f"is_clip_max: expected a bound, as is_correction={self.is_correction!r} "
-                    "needs one; got None for is_clip_min, too"
+                    f"is_correction={self.is_correction!r} needs a bound: set is_clip_max or "
+                    "is_clip_min"
                 )
             if low is not None and high is not None and low >= high:
                 raise ValueError(f"is_clip_min: expected less than is_clip_max = {high}; got {low}")

@@ -115,14 +115,14 @@ class TrainingConfig(GRPOLossConfig):
     """Name of the loss: grpo, bnpo, dr_grpo, dapo, luspo, gspo, gspo_token, gmpo, cispo, sapo,
     vespo, reinforce, dppo_tv, dppo_kl (docs/objectives.md); or your own, module:Class."""
     loss_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the loss class (docs/objectives.md): a mapping in YAML, --loss_options.NAME VALUE as
-    flags."""
+    """Options of the loss class (docs/objectives.md): in YAML a mapping, as flags
+    --loss_options.NAME VALUE."""
     ref_model: str | None = None
     """Reference of the KL, named like model; None: the model before training."""
     sync_ref_every: int = 0
     """Steps between updates of the reference to the policy; 0: never."""
     ref_mixup_alpha: float = 1.0
-    """Weight of the policy in an updated reference; 1: a copy of the policy (TRL's default: 0.6)."""
+    """Weight of the policy in an updated reference; 1: a copy of the policy (TRL: 0.6)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the group or of the batch, or not at all."""
     logits_dtype: Literal["fp32", "model"] = "fp32"
@@ -136,9 +136,11 @@ class TrainingConfig(GRPOLossConfig):
     micro_batch_size: int = 16
     """Completions in a forward and backward, per process; changes memory, not gradients."""
     share_prompts: bool = True
-    """Encode the prompt of a group once, not per completion, if the model allows it."""
+    """Encode the prompt of a group once, if the model allows it; not with
+    gradient_checkpointing."""
     skip_untrained: bool = True
-    """Skip groups with equal rewards if beta and entropy_coef are 0, in metrics of the loss, too."""
+    """Skip groups with equal rewards, also in metrics of the loss, if beta and entropy_coef are
+    0."""
     learning_rate: float = 1e-6
     """Learning rate of AdamW."""
     weight_decay: float = 0.0
@@ -179,7 +181,7 @@ class TrainingConfig(GRPOLossConfig):
             try:
                 check_type(value, hint, collection_check_strategy=all_items)
             except TypeCheckError as error:
-                expected = inspect.formatannotation(hint)
+                expected = re.sub(r"Literal\[(.*)\]", r"one of \1", inspect.formatannotation(hint))
                 raise TypeError(f"{name}: expected {expected}; got {value!r}") from error
         self._check_values()
         self.loss_config()
