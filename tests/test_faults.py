@@ -275,10 +275,7 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path, capsys):
     config = config_of(tiny_model, tmp_path)
     trainer_of(config).train()
     for begin in (trainer_of, lambda config: load_model(replace(config, model="not there"))):
-        with pytest.raises(
-            FileExistsError,
-            match=r"output: .*/t has a run already",
-        ):
+        with pytest.raises(FileExistsError, match=r"output: .*/t has a run already"):
             begin(config)
     assert config.in_new_folder().folder == tmp_path / "t-2"
     before = (config.folder / "config.json").read_text()
@@ -298,7 +295,7 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path, capsys):
     checkpoint.check_options(state, config)
     with pytest.raises(ValueError, match="steps: expected 3 as before, because schedule='linear'"):
         checkpoint.check_options(state, replace(config, steps=4))
-    with pytest.raises(ValueError, match=r"resume: expected 1 processes, .*; got 2"):
+    with pytest.raises(ValueError, match=r"resume: expected as many .*, 1; got 2"):
         checkpoint.check_same(state, 2, {})
 
 
@@ -395,7 +392,7 @@ def test_weights_of_others_are_taken_where_the_checkpoint_has_all(
     model, tokenizer = load_model(config)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
-    message = "got different ones: weights of the model: was"
+    message = "checkpoint's: weights of the model: was"
     with pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext():
         trainer_of(config, model, tokenizer).train()
     assert len(rows_of(config.folder)) == 2 - refused
@@ -411,7 +408,7 @@ def test_another_reference_is_refused_when_a_run_goes_on(tiny_model, tmp_path):
     with torch.no_grad():
         other.model.norm.weight.mul_(1.5)
     other.save_pretrained(folder)
-    with pytest.raises(ValueError, match="got different ones: weights of the reference: was"):
+    with pytest.raises(ValueError, match="checkpoint's: weights of the reference: was"):
         trainer_of(config).train()
     # The model's own are in the checkpoint.
     with torch.no_grad():

@@ -237,7 +237,7 @@ def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
         )
     if config.schedule != "constant" and config.steps != before["steps"]:
         raise ValueError(
-            f"steps: expected {before['steps']} as before, as schedule={config.schedule!r} "
+            f"steps: expected {before['steps']} as before, because schedule={config.schedule!r} "
             f"depends on it; got {config.steps}"
         )
 
@@ -250,8 +250,8 @@ def check_same(state: Mapping[str, Any], processes: int, fingerprint: Mapping[st
     """
     if state["processes"] != processes:
         raise ValueError(
-            f"resume: the checkpoint was written by {state['processes']} processes: launch as many "
-            f"again, not {processes}"
+            f"resume: expected as many processes as the checkpoint has, {state['processes']}; got "
+            f"{processes}"
         )
     before: Mapping[str, str] = state["fingerprint"]
     names = [n for n in {**before, **fingerprint} if before.get(n) != fingerprint.get(n)]

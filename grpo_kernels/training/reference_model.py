@@ -116,6 +116,6 @@ def check_tokens(name: str, tokenizer: Any) -> None:
         number = min(changed)
         raise ValueError(
             f"ref_model: {name} has another tokenizer than the model, with {len(changed):,} other "
-            f"tokens: {number} is {changed[number]!r}, not {tokens[number]!r}. Use a reference "
-            "with the same tokenizer"
+            f"tokens: token {number} is {changed[number]!r}, not {tokens[number]!r}. Use a "
+            "reference with the same tokenizer"
         )
