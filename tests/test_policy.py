@@ -137,7 +137,7 @@ def test_a_model_that_leaves_a_cache_as_it_is_is_refused():
         GenerateRollout(policy, make_tokenizer())(PROMPTS, 2, GREEDY)
     model.config.use_cache, forward = False, model.model.forward
     model.model.forward = lambda use_cache, **kwargs: forward(use_cache=False, **kwargs)
-    with pytest.raises(RuntimeError, match="expected LlamaModel to return a key-value cache"):
+    with pytest.raises(RuntimeError, match="LlamaModel no longer returns a key-value cache"):
         policy("logps", random_batch())
 
 
