@@ -137,7 +137,7 @@ def check_target_ids(targets: Tensor, mask: Tensor | None, V: int, checks: Value
     where = "" if mask is None else " at unmasked positions"
     checks.add(
         outside if mask is None else selected(mask, outside, False),
-        f"targets: expected ids in [0, {V}){where}; got ids outside",
+        f"targets: expected ids in [0, {V}){where}; got ids outside: mask these tokens",
     )
 
 
