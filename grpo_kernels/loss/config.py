@@ -91,7 +91,7 @@ class GRPOLossConfig:
         is_clip_max: upper bound of the quantity that is_gate names; None: no bound.
         is_clip_min: lower bound of the weight, with is_gate ratio only; None: no bound.
         off_policy_threshold: drop sequences with negative advantage whose mean log-ratio of sampler
-            (without its log-probs, of the old policy) to policy exceeds this; None: keep all.
+            (or else old policy) to policy exceeds this; None: keep all.
         sapo_temperature_pos: slope of sapo's gate where A > 0.
         sapo_temperature_neg: slope of sapo's gate where A <= 0.
         vespo_k_pos: exponent of vespo's weight where A >= 0.
