@@ -219,13 +219,13 @@ WRONG_TARGETS = {
     "out of range": ({"targets": torch.full((4, 2), 11)}, r"targets: expected ids in \[0, 11\)"),
     "shape": ({"targets": torch.zeros(5, 2, dtype=torch.long)}, "targets: expected shape"),
     "support": (
-        {"targets": torch.zeros(4, 2, dtype=torch.long), "support": FOUR}, "support: expected None"
+        {"targets": torch.zeros(4, 2, dtype=torch.long), "support": FOUR}, "support does not work"
     ),
     "entries": (
         {"targets": torch.full((4,), 999), "support": FOUR, "entries": True},
-        "targets: expected None with entries=True",
+        "targets does not work with entries=True",
     ),
-    "no support": ({"targets": None, "entries": True}, "support: expected the sets of all tokens"),
+    "no support": ({"targets": None, "entries": True}, "entries=True needs a set for every token"),
     "no set": (
         {"targets": None, "entries": True,
          "support": Support(torch.arange(3).int(), torch.tensor([0, 1, 2, 2, 3]))},

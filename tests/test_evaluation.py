@@ -219,7 +219,7 @@ def row_of(step, **values):
         ({"entropy": 0.01}, "entropy fell from 2.00 to 0.010"),
         ({"ratio_max": 50.0}, "ratio_max is 50. Lower learning_rate, or bound the ratio"),
         ({"kl_max": 50.0}, "kl_max is 50. Lower learning_rate, or bound the KL"),
-        ({"grad_norm": math.nan}, "the gradient's norm is nan: the update was left out"),
+        ({"grad_norm": math.nan}, "the gradient norm is nan: the update was skipped"),
         ({}, None),
     ),
 )

@@ -91,13 +91,13 @@ def test_functions_of_one_name_all_count(monkeypatch):
 def test_a_column_that_names_no_function_is_refused(names):
     some = [{"prompt": x, "answer": "1", "rewards": y} for x, y in (("a", ["brief"]), ("b", names))]
     functions = functions_of(brief=lambda completions: [1.0] * len(completions))
-    message = r"rewards: the column `rewards` of train\[1\] has .*, and the run has brief: name"
+    message = r"rewards: the column `rewards` of train\[1\] is .*, but the run has brief: name"
     with pytest.raises(ValueError, match=message):
         check_rewards(functions, some, "train")
     model, tokenizer = make_model("llama"), make_tokenizer()
     config = config_of("m", "runs", rewards=["brief"])
     for parts in ((some,), (some[:1], some)):
-        with pytest.raises(ValueError, match=r"`rewards` of .*1. has"):
+        with pytest.raises(ValueError, match=r"`rewards` of .*1. is"):
             Trainer(config, model, tokenizer, *parts, rewards={"brief": functions[0].function})
 
 
@@ -141,10 +141,12 @@ def test_functions_get_the_keywords_that_they_name(function, expected):
 )
 def test_parameters_that_are_no_keywords_are_named(function, lacking):
     functions = functions_of(f=function)
-    message = f"function f: its parameters {lacking} are not among the keywords .* prompts.* answer"
+    message = (
+        f"function f: nothing is passed for its parameters {lacking}. Passed are prompts.* answer"
+    )
     with pytest.raises(ValueError, match=message):
         check_rewards(functions, [{"prompt": "a", "answer": "1"}], "train")
-    with pytest.raises(rewards.RewardError, match=f"parameters {lacking} are not"):
+    with pytest.raises(rewards.RewardError, match=f"parameters {lacking}. Passed"):
         reward_table(functions, [{"prompt": "a"}], ["x"])
     # Where it judges nothing, it lacks nothing.
     check_rewards([*functions, *functions_of(g=lambda completions: completions)],
@@ -169,9 +171,9 @@ def test_messages_are_answered_by_messages():
     ("prompt", "function", "told"),
     (
         ("a", lambda completions: [len(x[0]["content"]) for x in completions],
-         "TypeError: string indices .* what their prompts are, here text: lists of messages only"),
+         "TypeError: string indices .* have the form of their prompts, here text"),
         (CHAT, lambda completions: [len(x.split()) for x in completions],
-         "AttributeError: .* what their prompts are, here a list of messages"),
+         "AttributeError: .* have the form of their prompts, here lists of messages"),
     ),
 )  # fmt: skip
 def test_a_function_that_takes_another_shape_is_told_the_rule(prompt, function, told):

@@ -84,10 +84,10 @@ def test_numbers_have_bounds(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     (
-        ({"trainable": "nothing"}, "trainable: expected to match the name of a parameter"),
+        ({"trainable": "nothing"}, "trainable='nothing' matches no parameter"),
         ({"rewards": ["nobody"]}, "rewards: expected some of answer, .*; got 'nobody'"),
-        ({"is_correction": "token_mask"}, "is_correction: expected 'none' with a rollout that"),
-        ({"max_prompt_length": 1}, "max_prompt_length: expected room for at least one prompt"),
+        ({"is_correction": "token_mask"}, "is_correction='token_mask' needs log-probs"),
+        ({"max_prompt_length": 1}, "max_prompt_length=1: every prompt is longer"),
     ),
 )
 def test_what_does_not_fit_is_refused(options, message, tiny_model, tmp_path, real_memory):
@@ -102,7 +102,7 @@ def test_processes_that_would_train_apart_are_refused(monkeypatch, tmp_path):
         monkeypatch.setenv("WORLD_SIZE", value)
         assert make_accelerator(config).num_processes == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"WORLD_SIZE: expected 1, .* got 2: .*ACCELERATE_USE_CPU"):
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2, but .* one process: .*ACCELERATE_USE_CPU"):
         make_accelerator(config)
 
 
@@ -111,7 +111,7 @@ def test_a_launch_that_shards_is_refused_before_a_model_is_loaded(kind, tmp_path
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     config = trainer_runs.config_of(tmp_path / "nowhere", tmp_path)
     for call in (load_model, make_accelerator):
-        with pytest.raises(ValueError, match=f"ACCELERATE_USE_{kind}: .*FusedGRPOTrainer"):
+        with pytest.raises(ValueError, match=f"ACCELERATE_USE_{kind} does .*FusedGRPOTrainer"):
             call(config)
 
 
@@ -164,9 +164,9 @@ def test_options_of_ones_own(tmp_path):
         ("resume", 1, "expected bool; got 1"),
         ("output", 3, "expected str"),
         ("output", None, "expected str"),
-        ("dtype", "fp8", r"expected Literal\['mixed', 'fp32', 'bf16'\]; got"),
+        ("dtype", "fp8", "expected one of 'mixed', 'fp32', 'bf16'; got"),
         ("high", "x", "expected float; got 'x'"),
-        ("way", "y", r"expected Literal\['x', 2\]; got 'y'"),
+        ("way", "y", "expected one of 'x', 2; got 'y'"),
         ("some", ["x"], r"expected .*list\[int\].*; got \['x'\]"),
     ),
 )
@@ -312,7 +312,7 @@ def test_the_command_trains_from_a_file(tiny_model, tmp_path):
 
 REWARDS = (
     (["breif"], "rewards: expected some of answer, format, or module:function; got 'breif'"),
-    (["answer", "examples.problems:score"], "reward function score: its parameters .*entry"),
+    (["answer", "examples.problems:score"], "reward function score: .* its parameters .*entry"),
     (["answer"], "there is no model here"),
 )
 
@@ -400,8 +400,9 @@ def test_an_option_of_elsewhere_says_which_is_meant(flags, capsys, tmp_path):
 
 
 def test_options_of_elsewhere_are_none_of_ours():
-    text = (ROOT / "docs" / "training.md").read_text()
     for name, instead in command_line.ELSEWHERE.items():
         assert name not in TrainingConfig.__dataclass_fields__
         assert set(re.findall(r"\w+", instead)) & {*TrainingConfig.__dataclass_fields__}, name
-        assert f"`{name}`" in text, name
+    page = (ROOT / "docs" / "training.md").read_text()
+    name, quoted = re.search(r"^--(\w+) does not exist here\. (.*)$", page, re.M).groups()
+    assert quoted == command_line.ELSEWHERE[name]

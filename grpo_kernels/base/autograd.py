@@ -40,8 +40,8 @@ def refuse_double_backward(call: str) -> None:
     """Raises in a backward under create_graph=True, where alone grad mode is on; call it first."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{call}: double backward is not supported (create_graph=True reached its backward); "
-            "grpo_kernels.reference offers the same values, differentiable any number of times"
+            f"{call}: double backward is not supported (create_graph=True reached its backward): "
+            "use grpo_kernels.reference, which is differentiable any number of times"
         )
 
 

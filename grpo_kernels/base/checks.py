@@ -55,7 +55,7 @@ def check_tensor(
     if dtypes is not None and x.dtype not in dtypes:
         expected = ", ".join(map(name_of, dtypes))
         is_wide = x.dtype == torch.float64 and torch.float64 not in dtypes
-        hint = "; float64 is for grpo_kernels.reference: cast it" if is_wide else ""
+        hint = ": cast it, or use grpo_kernels.reference" if is_wide else ""
         raise TypeError(f"{name}: expected dtype {expected}; got {name_of(x.dtype)}{hint}")
     if device is not None and x.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}; got one on {x.device}")

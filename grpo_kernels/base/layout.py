@@ -44,8 +44,8 @@ class Layout:
             return Layout(x.shape, x.device, Sequences(B, length=T))
         if x.ndim == 2:
             raise ValueError(
-                "cu_seqlens: expected None with padded input [B, T], as it belongs to packed input "
-                f"[N]; got a tensor with {name} of shape {list(x.shape)}"
+                f"cu_seqlens does not work with padded input, {name} {list(x.shape)}: pass packed "
+                "input [N], or no cu_seqlens"
             )
         check_tensor("cu_seqlens", cu_seqlens, dtypes=INTEGERS[:2], device=x.device)
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
@@ -137,7 +137,7 @@ def check_target_ids(targets: Tensor, mask: Tensor | None, V: int, checks: Value
     where = "" if mask is None else " at unmasked positions"
     checks.add(
         outside if mask is None else selected(mask, outside, False),
-        f"targets: expected ids in [0, {V}){where}; got ids outside",
+        f"targets: expected ids in [0, {V}){where}; got ids outside: mask these tokens",
     )
 
 

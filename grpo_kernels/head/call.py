@@ -106,8 +106,8 @@ def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
     V, others = len(call.tensors[1]), len(other.tensors[1])
     if others != V:
         raise ValueError(
-            f"reference: expected a head of {V} rows, as the policy's has; got {others}. Rows that "
-            "are padding can be left out: weight[:V]"
+            f"reference: expected a head of {V} rows, like the policy's; got {others}. If the rest "
+            f"is padding, slice it off: weight[:{min(V, others)}]"
         )
     return other._replace(tensors=[saveable(x.detach()) for x in other.tensors])
 
@@ -187,7 +187,7 @@ def _checked_head(hidden: object, head: Tensor | LMHead) -> LMHead:
     hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES)
     if hasattr(hidden, "full_tensor"):
         raise TypeError(
-            "hidden: expected a plain tensor, whole; got a DTensor: call this inside the wrapped "
+            "hidden: expected a plain tensor; got a DTensor: call this inside the wrapped "
             "module's forward, or pass hidden.full_tensor()"
         )
     if hidden.ndim not in (2, 3):

@@ -122,11 +122,11 @@ def _check_options(targets: object, entropy: object, support: object, entries: o
     check_bool("entropy", entropy)
     check_bool("entries", entries)
     if entries and support is None:
-        raise ValueError("support: expected the sets of all tokens with entries=True; got None")
+        raise ValueError("entries=True needs a set for every token: pass support")
     if entries and targets is not None:
         raise ValueError(
-            "targets: expected None with entries=True, which scores every id of the support; got "
-            f"{type(targets).__name__}"
+            "targets does not work with entries=True, which scores every id of the support: pass "
+            "targets=None"
         )
 
 

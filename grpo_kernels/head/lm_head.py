@@ -128,7 +128,7 @@ class LMHead:
     def _check_tensors(self) -> None:
         weight = check_tensor("weight", self.weight, dtypes=FLOATS)
         if weight.ndim != 2 or (weight.shape[0] < 1 and self.ranks is None):
-            zero3 = "; an empty weight is what ZeRO-3 shows outside the wrapped module's forward"
+            zero3 = ". With ZeRO-3, call this inside the wrapped module's forward"
             hint = "" if weight.numel() else zero3
             raise ValueError(f"weight: expected shape [V, H]; got {list(weight.shape)}{hint}")
         device = weight.device

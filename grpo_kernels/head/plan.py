@@ -175,9 +175,9 @@ class HeadPlan:
         if plan is not self:
             rows = plan.rows
             warnings.warn(
-                f"memory ran out in the LM head, which went on with {rows.logit_rows} rows of "
-                "logits at a time; the result is the same up to rounding. "
-                f"Execution(chunk_bytes={rows.bytes_taken}) begins so, and does not try again",
+                f"memory ran out in the LM head, which continues with {rows.logit_rows} rows of "
+                "logits at a time; the result is the same up to rounding. To start with as many, "
+                f"without further tries, pass Execution(chunk_bytes={rows.bytes_taken})",
                 stacklevel=2,
             )
         return result
@@ -204,8 +204,8 @@ def call_of_reference(call: HeadCall, reference: object, support: object = None)
     """The reference's call on the same tokens, checked, its head of plain tensors."""
     if support is not None:
         raise ValueError(
-            "reference: expected None with a support, whose softmax is over its sets: pass the "
-            "reference's log-probs of the same sets as ref_logps; got one"
+            "reference does not work with a support: pass the reference's log-probs with the same "
+            "support as ref_logps"
         )
     if not isinstance(reference, (tuple, list)) or len(reference) != 2:
         raise TypeError(
@@ -239,8 +239,8 @@ def with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
     """The call with several targets per token, `[..., K]`, in place of the first of them."""
     if support is not None:
         raise ValueError(
-            "support: expected None with several targets per token; got a support, of which "
-            "entries=True scores every id"
+            "support does not work with several targets per token: to score every id of the "
+            "support, pass entries=True without targets"
         )
     flat = targets.detach().reshape(-1, targets.shape[-1]).long().contiguous()
     spec = call.spec
@@ -328,8 +328,8 @@ def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
         banned = ranks.sum((banned & (local_ids == columns)).sum())
     spec.checks.add(
         banned,
-        f"{prefix}bias: expected no unmasked target to be banned; got targets whose bias is -inf: "
-        "mask these tokens, or lift the ban",
+        f"{prefix}bias: expected more than -inf at every unmasked target; got -inf: mask these "
+        "tokens, or change the bias",
     )
 
 

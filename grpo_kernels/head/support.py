@@ -136,9 +136,8 @@ class KeptSets:
         target_counts, target_offsets = _target_offsets(is_target, index, begins, ends)
         checks.add(
             (counts > 0) & (target_counts == 0),
-            "support: expected the target of every token among its ids "
-            "(batch_support(..., targets=) empties the other sets, whose tokens are then scored "
-            "over the whole vocabulary); got tokens whose target is not",
+            "support: expected the target of every token in its set; got sets without it: pass "
+            "targets to batch_support, which empties them (an empty set is the whole vocabulary)",
         )
         order = _id_order(torch.where(is_member & in_range, ids, V), tokens, V, checks)
         self._unfiltered: tuple[Tensor, ...] = (ids, tokens, is_member, order, target_offsets)
@@ -260,13 +259,13 @@ def refuse_with(execution: Execution) -> None:
     """Refuses what a support cannot be computed with."""
     if execution.batch_invariant or execution.matmul is not None:
         raise ValueError(
-            "support: expected None with batch_invariant=True or a matmul, as which entries are "
-            "gathered depends on the whole batch; got a support"
+            "support does not work with batch_invariant=True or matmul: pass no support, or leave "
+            "these at their defaults"
         )
     if execution.capturable:
         raise ValueError(
-            "support: expected None with capturable=True, as the number of entries is read from "
-            "the device; got a support"
+            "support does not work with capturable=True, as the number of entries is read from the "
+            "device: pass one of the two"
         )
 
 
@@ -292,9 +291,8 @@ def check_support(
 @cache
 def _warn_of_wide_sets() -> None:
     warnings.warn(
-        "support: kept sets have more than 1/20 of the vocabulary on average, and each entry costs "
-        "a row of the head: without a support the call is faster, and nearly the same where so "
-        "much is kept",
+        "support: kept sets have more than 1/20 of the vocabulary on average: without a support "
+        "the call is faster, and its result nearly the same",
         stacklevel=2,
     )
 

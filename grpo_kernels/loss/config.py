@@ -57,56 +57,48 @@ class GRPOLossConfig:
             loss of every token, `[N]`, before corrections, KL and aggregation
             (`docs/objectives.md`); gradients flow to log-probs and entropy, not to parameters that
             the callable holds.
-        beta: weight of the KL to the reference policy, >= 0; above 0 the loss needs `ref_logps`.
-        epsilon: lower clip range, in [0, 1]: ratios below `1 - epsilon` are clipped. `gmpo` bounds
-            the log-ratio by it (0.4 in its paper), `dppo_tv` the change of the probability.
-        epsilon_high: upper clip range, >= 0: ratios above `1 + epsilon_high` are clipped; None:
-            the same as `epsilon`. In `cispo` the largest weight, which has no default (5.0 in
-            ScaleRL).
+        beta: weight of the KL to the reference policy, >= 0.
+        epsilon: lower clip range, in [0, 1]: ratios below 1 - epsilon are clipped; in gmpo
+            log-ratios below -epsilon (0.4 in its paper), in dppo_tv falls of the probability.
+        epsilon_high: upper clip range, >= 0: ratios above 1 + epsilon_high are clipped; None: the
+            same as epsilon; in cispo the largest weight, which must be set (5.0 in ScaleRL).
         delta: upper bound of the ratio before clipping (two-sided clipping), > 1; None: no bound.
-        dual_clip: upper bound of `loss / -A` for tokens with A < 0, > 1 (3.0 in verl); None: no
-            bound. Does not work with `delta`, which bounds the same and the ratio for A > 0 too.
-        importance_sampling_level: `"token"`: one ratio per token; `"sequence"`: one per sequence,
-            the exponential of its mean log-ratio (as in `gspo`).
-        aggregation: how token losses are averaged, by the name of the loss type that introduced
-            it; None: as the loss type does.
-        max_completion_length: the constant by which the `dr_grpo` aggregation divides, which needs
-            it; other aggregations refuse it.
-        kl_estimator: estimate of the KL from the sampled token: `"k1"`, `"abs"`, `"k2"`, `"k3"`;
-            `"k1+"`, `"k3+"`: the same values with the gradient of k2. Or `"exact"`: the KL over
-            the whole vocabulary, for which `fused_grpo_loss` needs a `reference`.
-        kl_clamp: upper bound of a token's KL estimate, whose log-ratio is then limited to [-20, 20]
-            (10 in verl, for k3 alone); no gradient flows beyond the bounds. None: no bound.
-        use_bias_correction_kl: multiply the KL estimate by the ratio, gradient included, so that
-            its expectation under the old policy is the KL of the current one (DeepSeek-V3.2). On
-            by default as in TRL 1.16; tutorials have it off. No effect on the exact KL.
-        entropy_coef: weight of the mean entropy, which is subtracted from the loss as a bonus.
+        dual_clip: upper bound of loss / -A for tokens with A < 0, > 1 (3.0 in verl); None: no
+            bound; set this or delta.
+        importance_sampling_level: token: one ratio per token; sequence: one ratio per sequence, the
+            exponential of its mean log-ratio (as in gspo).
+        aggregation: average of the token losses, by the name of the loss type that introduced it
+            (grpo, bnpo, dr_grpo, dapo, luspo); None: that of the loss type.
+        max_completion_length: divisor of the dr_grpo aggregation; set it for that one only.
+        kl_estimator: estimate of the KL from the sampled token (k1, abs, k2, k3; k1+ and k3+ have
+            the gradient of k2), or exact: the KL over the whole vocabulary.
+        kl_clamp: largest KL estimate of a token (10 in verl, for k3), without a gradient beyond;
+            limits the log-ratio to [-20, 20], too; None: no bound.
+        use_bias_correction_kl: multiply the KL estimate by the ratio, gradient included, as TRL
+            1.16 does and tutorials do not; no effect on the exact KL.
+        entropy_coef: weight of the mean entropy, which is subtracted from the loss.
         top_entropy_quantile: share of tokens to train on, in [0, 1]: those with the highest
             entropy.
-        entropy_threshold: lowest entropy, in nats, of tokens to train on, in place of the quantile
-            over the call; needs `top_entropy_quantile` below 1. One pass is then enough, unless
-            there is an entropy bonus. None: the quantile.
-        is_correction: correction for the mismatch between sampler and trainer, from
-            `sampling_logps`. Weights clipped to the bounds: `"token_truncate"`,
-            `"sequence_truncate"`, `"geometric_truncate"`. Weights set to 0 outside the bounds:
-            `"token_mask"`, `"sequence_mask"`, `"geometric_mask"`. The weight of a sequence is the
-            product of its tokens' weights, with geometric their geometric mean. `"none"`: off.
-        is_gate: quantity that the bounds apply to when `is_correction` is a mask: `"ratio"` (the
-            weight), or the divergence of sampler and trainer on two outcomes, the sampled token
-            and any other: `"binary_kl"` (the KL, in nats) or `"tv"` (the change of probability).
-            A sequence has the sum of its tokens' divergences, with `"geometric_mask"` their mean.
-        is_clip_max: upper bound of the quantity that `is_gate` names; None: no bound.
-        is_clip_min: lower bound of the weight, for `is_gate="ratio"` alone; None: no bound.
+        entropy_threshold: lowest entropy of tokens to train on, in nats, instead of the batch's
+            quantile; needs top_entropy_quantile below 1; None: the quantile.
+        is_correction: importance weights for the mismatch of sampler and trainer: token_truncate,
+            sequence_truncate, geometric_truncate clip them to the bounds; token_mask,
+            sequence_mask, geometric_mask set them to 0 outside the bounds; none: off. The weight of
+            a sequence is the product or the geometric mean of its tokens' weights.
+        is_gate: quantity that is_clip_max bounds in a mask: ratio (the weight), or the divergence
+            of sampler and trainer on {sampled token, rest}: binary_kl (nats) or tv (change of
+            probability), summed over a sequence or averaged (geometric_mask).
+        is_clip_max: upper bound of the quantity that is_gate names; None: no bound.
+        is_clip_min: lower bound of the weight, with is_gate ratio only; None: no bound.
         off_policy_threshold: drop sequences with negative advantage whose mean log-ratio of sampler
-            to policy exceeds this; None: keep all. The sampler's log-probs are `sampling_logps`,
-            else `old_logps`, else the policy's, with which none is dropped.
-        sapo_temperature_pos: slope of the gate of `sapo` where A > 0.
-        sapo_temperature_neg: slope of the gate of `sapo` where A <= 0.
-        vespo_k_pos: exponent of the weight of `vespo` where A >= 0.
-        vespo_lambda_pos: decay of the weight of `vespo` where A >= 0.
-        vespo_k_neg: exponent of the weight of `vespo` where A < 0.
-        vespo_lambda_neg: decay of the weight of `vespo` where A < 0.
-        dppo_ratio_max: upper bound of the importance weight of `dppo_tv` and `dppo_kl`.
+            (or else old policy) to policy exceeds this; None: keep all.
+        sapo_temperature_pos: slope of sapo's gate where A > 0.
+        sapo_temperature_neg: slope of sapo's gate where A <= 0.
+        vespo_k_pos: exponent of vespo's weight where A >= 0.
+        vespo_lambda_pos: decay of vespo's weight where A >= 0.
+        vespo_k_neg: exponent of vespo's weight where A < 0.
+        vespo_lambda_neg: decay of vespo's weight where A < 0.
+        dppo_ratio_max: upper bound of the importance weight in dppo_tv and dppo_kl.
 
     Raises:
         ValueError: an unknown name, a value outside its range, an option the loss type lacks.
@@ -272,42 +264,41 @@ class GRPOLossConfig:
             )
             if unused and not is_default:
                 own = isinstance(self.loss_type, Loss) and option_field.name != "aggregation"
-                reason = "has options of its own" if own else "has no use for it"
                 raise ValueError(
-                    f"{option_field.name}: expected {option_field.default!r}, as "
-                    f"loss_type={self.loss_type!r} "
-                    f"{reason}; got {value!r}"
+                    f"{option_field.name}={value!r} has no effect with loss_type="
+                    f"{self.loss_type!r}: "
+                    + ("set options on the instance" if own else "remove it")
                 )
         length = self.max_completion_length
         if length is not None and (type(length) is not int or length < 1):
             raise ValueError(f"max_completion_length: expected a positive int; got {length!r}")
         if self.effective_aggregation == "dr_grpo" and length is None:
             raise ValueError(
-                "max_completion_length: expected a positive int, as the 'dr_grpo' aggregation "
-                "divides by it; got None"
+                "max_completion_length: expected a positive int, by which the 'dr_grpo' "
+                "aggregation divides; got None"
             )
         if self.effective_aggregation != "dr_grpo" and length is not None:
             raise ValueError(
-                "max_completion_length: expected None, as only the 'dr_grpo' aggregation uses it; "
-                f"got {length} with loss_type={self.loss_type!r}"
+                f"max_completion_length={length} has no effect with loss_type={self.loss_type!r}: "
+                "remove it (only the 'dr_grpo' aggregation divides by it)"
             )
         if self.top_entropy_quantile == 1 and self.entropy_threshold is not None:
             raise ValueError(
-                "entropy_threshold: expected None, as top_entropy_quantile = "
-                f"{self.top_entropy_quantile} trains every token; got {self.entropy_threshold}"
+                f"entropy_threshold={self.entropy_threshold} has no effect with "
+                "top_entropy_quantile=1: set top_entropy_quantile below 1"
             )
         if self.is_correction == "none" and (self.is_clip_max, self.is_clip_min) != (3.0, None):
             raise ValueError(
-                "is_clip_max, is_clip_min: expected 3.0 and None, as is_correction='none' has no "
-                f"use for them; got {self.is_clip_max} and {self.is_clip_min}"
+                f"is_clip_max={self.is_clip_max} and is_clip_min={self.is_clip_min} have no effect "
+                "with is_correction='none': set is_correction, or remove them"
             )
 
     def _check_together(self) -> None:
         if self.loss.weighs_sampler and self.corrects_sequences:
             raise ValueError(
-                "is_correction: expected 'none', 'token_truncate' or 'token_mask', as "
-                f"loss_type={self.loss_type!r} multiplies the tokens' weights itself; got "
-                f"{self.is_correction!r}"
+                f"is_correction={self.is_correction!r} does not work with loss_type="
+                f"{self.loss_type!r}, which weighs sequences itself: pass 'none', "
+                "'token_truncate' or 'token_mask'"
             )
         if self.kl_estimator == "exact" and not self.beta:
             raise ValueError(
@@ -315,25 +306,25 @@ class GRPOLossConfig:
             )
         if self.kl_estimator == "exact" and self.kl_clamp is not None:
             raise ValueError(
-                "kl_clamp: expected None, as kl_estimator='exact' takes no token's estimate; got "
-                f"{self.kl_clamp}"
+                f"kl_clamp={self.kl_clamp} does not work with kl_estimator='exact': pass one of "
+                "the two"
             )
         if self.is_gate != "ratio" and not self.is_correction.endswith("mask"):
             raise ValueError(
-                "is_gate: expected 'ratio', as a divergence bounds no weight and only masks; got "
-                f"{self.is_gate!r} with is_correction={self.is_correction!r}"
+                f"is_gate={self.is_gate!r} does not work with is_correction="
+                f"{self.is_correction!r}: it needs a mask, such as 'token_mask'"
             )
         if self.is_gate != "ratio" and self.is_clip_min is not None:
             raise ValueError(
-                f"is_clip_min: expected None, as the least {self.is_gate} is that of no mismatch; "
-                f"got {self.is_clip_min}"
+                f"is_clip_min={self.is_clip_min} does not work with is_gate={self.is_gate!r}, "
+                "which has an upper bound only: set is_clip_max"
             )
         if self.is_correction != "none":
             low, high = self.is_clip_min, self.is_clip_max
             if low is None and high is None:
                 raise ValueError(
-                    f"is_clip_max: expected a bound, as is_correction={self.is_correction!r} "
-                    "needs one; got None for is_clip_min, too"
+                    f"is_correction={self.is_correction!r} needs a bound: set is_clip_max or "
+                    "is_clip_min"
                 )
             if low is not None and high is not None and low >= high:
                 raise ValueError(f"is_clip_min: expected less than is_clip_max = {high}; got {low}")

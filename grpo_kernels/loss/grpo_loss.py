@@ -103,8 +103,8 @@ def grpo_loss(
     banned = flat_logps.detach() == -torch.inf
     checks.add(
         banned if inputs.mask is None else banned & inputs.mask,
-        "logps: expected log-probs above -inf at unmasked positions; got tokens that the policy "
-        "bans: mask them, or lift the ban",
+        "logps: expected more than -inf at unmasked positions; got tokens with probability 0: "
+        "mask them",
     )
     checks.check_without_sync()
     check_entropy_given(config, entropy)
@@ -269,7 +269,7 @@ def _differentiated(
     )
     if is_local and policy.d_entropy is not None and not config.entropy_has_gradient:
         raise ValueError(
-            "loss_type: expected an objective that says entropy_gradient, as it says token_local "
-            "and has a gradient by the entropy; got one that does not"
+            "loss_type: a loss with token_local=True whose gradient reaches the entropy needs "
+            "entropy_gradient=True: set it"
         )
     return policy

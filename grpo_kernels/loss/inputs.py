@@ -31,27 +31,27 @@ def loss_inputs(
     check_config(config)
     if has_reference and constants["ref_logps"] is not None:
         raise ValueError(
-            "ref_logps: expected None with a reference, whose log-probs they are; got a tensor"
+            "ref_logps does not work with a reference, which computes them: pass one of the two"
         )
     if config.exact_kl and not has_reference:
         raise ValueError(
-            "reference: expected a Reference in fused_grpo_loss, as config.kl_estimator = 'exact' "
-            "is the KL over the whole vocabulary; got None"
+            "kl_estimator='exact' needs the hidden states and the head of the reference: pass "
+            "reference=Reference(hidden, head) to fused_grpo_loss"
         )
     if config.beta and not has_reference and constants["ref_logps"] is None:
         raise ValueError(
-            f"ref_logps: expected the reference policy's log-probs, as config.beta = {config.beta}"
-            "; got None"
+            f"beta={config.beta} needs the log-probs of the reference: pass ref_logps, or set "
+            "beta=0"
         )
     if config.is_correction != "none" and constants["sampling_logps"] is None:
         raise ValueError(
-            "sampling_logps: expected the sampler's log-probs, as config.is_correction = "
-            f"{config.is_correction!r}; got None"
+            f"is_correction={config.is_correction!r} needs the sampler's log-probs: pass "
+            "sampling_logps, or set is_correction='none'"
         )
     if config.needs_sequences and layout.sequences is None:
         raise ValueError(
-            f"cu_seqlens: expected offsets [B + 1], as loss_type={config.loss_type!r} with these "
-            "options tells sequences apart and the input is packed; got None"
+            f"loss_type={config.loss_type!r} with these options needs to know where sequences "
+            "begin in packed input [N]: pass cu_seqlens [B + 1]"
         )
     sequences = layout.sequences
     if mask is None:
@@ -96,10 +96,7 @@ def check_entropy_given(config: GRPOLossConfig, entropy: Tensor | None) -> None:
     for name, unused in (("entropy_coef", 0.0), ("top_entropy_quantile", 1.0)):
         value = getattr(config, name)
         if value != unused:
-            raise ValueError(
-                f"entropy: expected the entropy of every token, as config.{name} = {value}; "
-                "got None"
-            )
+            raise ValueError(f"{name}={value} needs the entropy of every token: pass entropy")
 
 
 def number_of_items(num_items: object, count: Tensor, checks: ValueChecks) -> float | Tensor | None:

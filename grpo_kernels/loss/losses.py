@@ -186,8 +186,8 @@ class Clip(Loss):
     def __post_init__(self) -> None:
         if self.delta is not None and self.dual_clip is not None:
             raise ValueError(
-                "dual_clip: expected None when delta is set, as both bound the loss of negative "
-                f"advantages; got {self.dual_clip} and delta={self.delta}"
+                f"dual_clip={self.dual_clip} does not work with delta={self.delta}, as both bound "
+                "the loss where A < 0: pass one of the two"
             )
 
     @property
@@ -223,8 +223,7 @@ class Cispo(Loss):
     def __post_init__(self) -> None:
         if self.epsilon_high is None:
             raise ValueError(
-                "epsilon_high: expected a number, as cispo bounds the ratio by it and by nothing "
-                "else (5.0, say); got None"
+                "loss_type='cispo' needs epsilon_high, the largest weight: set it (5.0 in ScaleRL)"
             )
 
     def per_token(self, tokens: Tokens) -> Tensor:

@@ -100,13 +100,13 @@ class Tokens:
     def _known_sequences(self) -> Sequences:
         if self.is_token_local:
             raise ValueError(
-                "loss_type: expected an objective that looks at no token but its own, as it says "
-                "token_local; got one that asks for sequences"
+                "loss_type: a loss with token_local=True must not use other tokens, and this one "
+                "uses sequences: set token_local=False"
             )
         if self.sequences is None:
             raise ValueError(
-                "cu_seqlens: expected offsets [B + 1], as the objective tells sequences apart and "
-                "the input is packed; got None"
+                "loss_type: this loss needs to know where sequences begin in packed input [N]: "
+                "pass cu_seqlens [B + 1]"
             )
         return self.sequences
 

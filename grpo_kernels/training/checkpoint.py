@@ -232,7 +232,8 @@ def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
     if names:
         changed = "; ".join(f"{n}: was {before[n]!r}, is {now[n]!r}" for n in names)
         raise ValueError(
-            f"resume: expected the checkpoint's options; got different ones: {changed}"
+            f"resume: options differ from the checkpoint's: {changed}. Set them back, or pass "
+            "another output"
         )
     if config.schedule != "constant" and config.steps != before["steps"]:
         raise ValueError(
@@ -249,17 +250,14 @@ def check_same(state: Mapping[str, Any], processes: int, fingerprint: Mapping[st
     """
     if state["processes"] != processes:
         raise ValueError(
-            f"resume: expected {state['processes']} processes, as the checkpoint has; "
-            f"got {processes}"
+            f"resume: expected as many processes as the checkpoint has, {state['processes']}; got "
+            f"{processes}"
         )
     before: Mapping[str, str] = state["fingerprint"]
     names = [n for n in {**before, **fingerprint} if before.get(n) != fingerprint.get(n)]
     if names:
         changed = "; ".join(f"{n}: was {before.get(n)}, is {fingerprint.get(n)}" for n in names)
-        raise ValueError(
-            f"resume: expected the problems and models of the checkpoint; got different ones: "
-            f"{changed}"
-        )
+        raise ValueError(f"resume: problems or models differ from the checkpoint's: {changed}")
 
 
 def prune(folder: Path, best: int) -> None:

@@ -136,7 +136,7 @@ def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentPar
         entry.arg_name: text[:1].upper() + text[1:]
         for base in reversed(kind.__mro__[:-1])
         for entry in parse_from_object(base).params
-        for text in [" ".join(str(entry.description).split())]
+        for text in [" ".join(str(entry.description).split()).replace("None", "null")]
     }
     order = [*_GROUPS.values(), _COMMAND, _SOME_LOSSES]
     groups = {x: parser.add_argument_group(x) for x in order if x in titles.values()}

@@ -42,21 +42,20 @@ class TrainingConfig(GRPOLossConfig):
     """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32, GEMMs bf16 on a GPU that has
     it)."""
     trainable: str | None = None
-    """Regular expression for the names of parameters to train; none: train all."""
+    """Regular expression for the names of parameters to train; None: all."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward; each completion then encodes its prompt."""
+    """Recompute activations in the backward: less memory, more time."""
     lora_rank: int = 0
-    """Rank of LoRA adapters; only the adapters are then trained; 0: no adapters."""
+    """Rank of LoRA adapters, which alone are trained; 0: no adapters."""
     lora_alpha: int = 32
     """Scale of the adapters: lora_alpha / lora_rank."""
     lora_target: str = "all-linear"
-    """Modules with adapters: a regular expression, or all-linear."""
+    """Modules that get adapters: a regular expression, or all-linear."""
 
     # Data and rewards
     dataset: str = ""
     """Problems: a name on the hub, as OWNER/NAME[:CONFIG][@REVISION] (openai/gsm8k:main); a .jsonl
-    or .parquet file; or module:function, which takes the options and returns two lists of problems,
-    to train on and held out."""
+    or .parquet file; or module:function, which returns problems to train on and held-out ones."""
     train_size: int = 1000
     """Largest number of problems to train on; 0: all."""
     eval_dataset: str = ""
@@ -64,15 +63,15 @@ class TrainingConfig(GRPOLossConfig):
     eval_size: int = 64
     """Largest number of held-out problems; 0: no evaluation (in training.evaluate: all)."""
     eval_max_completion_length: int | None = None
-    """Largest number of tokens per completion in evaluations; none: max_completion_length."""
+    """Largest number of tokens per completion in evaluations; None: max_completion_length."""
     eval_temperature: float = 0.0
     """Sampling temperature of evaluations; 0: greedy."""
     chat: bool = False
     """Apply the tokenizer's chat template to prompts."""
     system_prompt: str = ""
-    """Text before every question; with chat, the system message."""
+    """Text before every question; with chat the system message."""
     prompt_template: str = ""
-    """Prompt around a {question}; empty: an instruction, plus an example unless chat is on."""
+    """Prompt with {question} in it; empty: an instruction and, without chat, an example."""
     max_prompt_length: int = 512
     """Largest number of tokens per prompt; problems with longer prompts are dropped."""
     rewards: list[str] = field(default_factory=lambda: ["answer", "format"])
@@ -86,24 +85,24 @@ class TrainingConfig(GRPOLossConfig):
     prompts_per_step: int = 4
     """Prompts in a rollout, over all processes."""
     num_generations: int = 8
-    """Completions per prompt: the group within which advantages are computed."""
+    """Completions per prompt (the group size)."""
     max_completion_length: int = 256
     """Largest number of tokens per completion."""
     temperature: float = 1.0
-    """Sampling temperature, > 0; the loss divides the logits by it as well."""
+    """Sampling temperature, > 0; the loss uses it, too."""
     top_k: int = 0
     """Sample from the k most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Sample from the most likely tokens whose probabilities add up to this."""
+    """Sample from the most likely tokens whose probabilities add up to this; 1: from all."""
     min_p: float = 0.0
-    """Sample from tokens with at least this share of the highest probability."""
+    """Sample from tokens with at least this share of the highest probability; 0: from all."""
     replay_support: bool = True
-    """With top_k, top_p or min_p, train the truncated distribution that was sampled from; off: the
-    full softmax."""
+    """With top_k, top_p or min_p, train the truncated distribution, as sampled; off: the full
+    softmax."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a completion, and are part of it."""
+    """Strings after which a completion ends."""
     mask_truncated_completions: bool = False
-    """Drop completions that were cut at max_completion_length from the loss."""
+    """Leave completions that were cut at max_completion_length out of the loss."""
     rollout: Literal["generate", "vllm"] = "generate"
     """Sampler: generate (the model itself), or vllm."""
     vllm_gpu_memory_utilization: float = 0.3
@@ -116,21 +115,18 @@ class TrainingConfig(GRPOLossConfig):
     """Name of the loss: grpo, bnpo, dr_grpo, dapo, luspo, gspo, gspo_token, gmpo, cispo, sapo,
     vespo, reinforce, dppo_tv, dppo_kl (docs/objectives.md); or your own, module:Class."""
     loss_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the loss's class (docs/objectives.md): in YAML a mapping, as flags
+    """Options of the loss class (docs/objectives.md): in YAML a mapping, as flags
     --loss_options.NAME VALUE."""
     ref_model: str | None = None
-    """Reference of the KL, named like model; none: the model before training, with LoRA the model
-    without adapters."""
+    """Reference of the KL, named like model; None: the model before training."""
     sync_ref_every: int = 0
-    """Steps after which the reference is updated to the policy; 0: never."""
+    """Steps between updates of the reference to the policy; 0: never."""
     ref_mixup_alpha: float = 1.0
-    """Weight of the policy when the reference is updated; 1: the reference becomes the policy
-    (TRL's default: 0.6)."""
+    """Weight of the policy in an updated reference; 1: a copy of the policy (TRL: 0.6)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the group or of the batch, or not at all."""
     logits_dtype: Literal["fp32", "model"] = "fp32"
-    """Dtype of logits: fp32, or model (rounded to the model's dtype, as some samplers do); the
-    first step warns if the other one fits the sampler better."""
+    """Dtype of logits: fp32, or model (rounded to the model's dtype, as some samplers do)."""
 
     # Updates
     epochs_per_rollout: int = 1
@@ -140,10 +136,11 @@ class TrainingConfig(GRPOLossConfig):
     micro_batch_size: int = 16
     """Completions in a forward and backward, per process; changes memory, not gradients."""
     share_prompts: bool = True
-    """Encode the prompt of a group once, where the model's cache allows it."""
+    """Encode the prompt of a group once, if the model allows it; not with
+    gradient_checkpointing."""
     skip_untrained: bool = True
-    """Skip completions without gradient (groups of equal rewards, if beta and entropy_coef are 0);
-    metrics skip them, too."""
+    """Skip groups with equal rewards, also in metrics of the loss, if beta and entropy_coef are
+    0."""
     learning_rate: float = 1e-6
     """Learning rate of AdamW."""
     weight_decay: float = 0.0
@@ -184,7 +181,7 @@ class TrainingConfig(GRPOLossConfig):
             try:
                 check_type(value, hint, collection_check_strategy=all_items)
             except TypeCheckError as error:
-                expected = inspect.formatannotation(hint)
+                expected = re.sub(r"Literal\[(.*)\]", r"one of \1", inspect.formatannotation(hint))
                 raise TypeError(f"{name}: expected {expected}; got {value!r}") from error
         self._check_values()
         self.loss_config()

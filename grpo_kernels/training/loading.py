@@ -83,8 +83,7 @@ def set_trainable(model: Any, config: TrainingConfig) -> nn.Module:
         trained = {name for name in names if re.search(config.trainable, name)}
         if not trained:
             raise ValueError(
-                f"trainable: expected to match the name of a parameter (like {names[-1]}); "
-                f"{config.trainable!r} matches none"
+                f"trainable={config.trainable!r} matches no parameter; one is {names[-1]}"
             )
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
@@ -140,8 +139,8 @@ def check_folder(config: TrainingConfig) -> None:
         )
     if not config.resume and (begun or finished or (log.exists() and log.stat().st_size)):
         raise FileExistsError(
-            f"output: expected a folder without a run; got {folder}, which has one. "
-            "Pass resume to continue it, pass another output, or delete the folder"
+            f"output: {folder} has a run already. Pass resume to continue it, pass another output, "
+            "or delete the folder"
         )
 
 
@@ -170,8 +169,8 @@ def check_has_logps(config: TrainingConfig, has_logps: bool) -> None:
     """Refuses a correction by log-probs that the rollout does not report."""
     if config.is_correction != "none" and not has_logps:
         raise ValueError(
-            f"is_correction: expected 'none' with a rollout that returns no log-probs; got "
-            f"{config.is_correction!r}"
+            f"is_correction={config.is_correction!r} needs log-probs of the sampler, and this "
+            "rollout returns none: set is_correction to none"
         )
 
 

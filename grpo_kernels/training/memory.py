@@ -229,17 +229,16 @@ def _bytes(x: torch.Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(TrainingConfig):
-    """The options of a run, and what it is to run on."""
+    """The options of a run, and its hardware."""
 
     gpu_gib: float | None = None
-    """GiB of the GPU: says whether the run fits, by the exit status as well; none: unknown."""
+    """Memory of the GPU in GiB, to say whether the run fits (exit status 1 if not)."""
     gpu_tflops: float | None = None
-    """TFLOP/s that each GPU sustains in GEMMs, less than its data sheet's: predicts the time of a
-    step as well; none: no time."""
+    """TFLOP/s that a GPU sustains in GEMMs (less than its data sheet says), to predict times."""
     cpu: bool = False
-    """On a CPU, which has no GPU's precision and another vLLM."""
+    """Predict a run on a CPU."""
     processes: int = 1
-    """Processes of the run."""
+    """Number of processes (GPUs)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

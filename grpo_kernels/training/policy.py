@@ -75,8 +75,8 @@ class Cached(NamedTuple):
         """Refuses a model that did not go on from the cache, which would have `length` tokens."""
         if (present := self.keys_and_values.get_seq_length()) < length:
             raise RuntimeError(
-                f"share_prompts: expected {type(model).__name__} to go on from {self.name}, to "
-                f"{length} tokens; got {present} in it: turn share_prompts off"
+                f"share_prompts: {type(model).__name__} did not continue from {self.name}, which "
+                f"has {present} tokens instead of {length}: turn share_prompts off"
             )
 
 
@@ -204,8 +204,8 @@ class Policy(nn.Module):
         cache = Cached.from_output(out)
         if cache is None:
             raise RuntimeError(
-                f"share_prompts: expected {type(self._body).__name__} to return a key-value cache, "
-                "as when the policy was made; got none: turn share_prompts off"
+                f"share_prompts: {type(self._body).__name__} no longer returns a key-value cache: "
+                "turn share_prompts off"
             )
         return out.last_hidden_state, cache
 

@@ -86,7 +86,5 @@ def short_enough(
     if empty:
         say(f"{empty} {left_out} have no token")
     if problems and not fitting:
-        raise ValueError(
-            f"max_prompt_length: expected room for at least one prompt with a token; got {longest}"
-        )
+        raise ValueError(f"max_prompt_length={longest}: every prompt is longer, or empty")
     return fitting

@@ -44,8 +44,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     launched = int(os.environ.get("WORLD_SIZE") or 1)
     if world == 1 and launched > 1:
         raise ValueError(
-            f"WORLD_SIZE: expected 1, as accelerate sees one process; got {launched}: each would "
-            "train a model of its own. On CPUs set ACCELERATE_USE_CPU=true"
+            f"WORLD_SIZE={launched}, but accelerate sees one process: each process would train a "
+            "separate model. On CPUs set ACCELERATE_USE_CPU=true"
         )
     if config.prompts_per_step % (world * config.minibatches):
         raise ValueError(
@@ -64,10 +64,9 @@ def check_launch() -> None:
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
             raise ValueError(
-                f"ACCELERATE_USE_{kind}: expected a launch by DDP, in which every process has all "
-                "weights; got one that shards them: launch with examples/configs/ddp.yaml, or "
-                "train with TRL and grpo_kernels.integrations.trl.FusedGRPOTrainer, as "
-                "examples/trl_gsm8k.py does"
+                f"ACCELERATE_USE_{kind} does not work with this trainer, whose processes hold all "
+                "weights: launch with examples/configs/ddp.yaml (DDP), or train with TRL and "
+                "grpo_kernels.integrations.trl.FusedGRPOTrainer, as examples/trl_gsm8k.py does"
             )
 
 

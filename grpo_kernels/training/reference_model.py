@@ -35,7 +35,7 @@ class ReferenceModel:
             sizes = vocabulary_of(model), vocabulary_of(self.copy.model)
             if sizes[0] != sizes[1]:
                 raise ValueError(
-                    f"ref_model: expected a vocabulary of {sizes[0]}, as the model has; got "
+                    f"ref_model: expected a vocabulary of {sizes[0]}, like the model's; got "
                     f"{sizes[1]}"
                 )
         elif not config.lora_rank:
@@ -115,8 +115,7 @@ def check_tokens(name: str, tokenizer: Any) -> None:
     if changed:
         number = min(changed)
         raise ValueError(
-            f"ref_model: expected the tokens of the model's tokenizer; got others in {name}, "
-            f"{len(changed):,} in all: token {number} is {changed[number]!r}, not "
-            f"{tokens[number]!r}, so that it would score other words. Take a reference with the "
-            "same tokenizer"
+            f"ref_model: {name} has another tokenizer than the model, with {len(changed):,} other "
+            f"tokens: token {number} is {changed[number]!r}, not {tokens[number]!r}. Use a "
+            "reference with the same tokenizer"
         )

@@ -114,9 +114,9 @@ def check_rewards(
         names = names_rewards(problem)
         if names is not None and (not names or set(names) - known):
             raise ValueError(
-                f"rewards: the column `rewards` of {where}[{i}] has {problem['rewards']!r}, and "
-                f"the run has {', '.join(reward.name for reward in rewards)}: name some of these "
-                "there, or give a column of another meaning another name"
+                f"rewards: the column `rewards` of {where}[{i}] is {problem['rewards']!r}, but the "
+                f"run has {', '.join(reward.name for reward in rewards)}: name some of these in "
+                "it, or rename the column if it means something else"
             )
         if compared or any(x.function is answer and applies(x.name, problem) for x in rewards):
             try:
@@ -241,9 +241,9 @@ def _keywords(reward: RewardFunction, offered: Sequence[str] | Mapping[str, Any]
     ]  # fmt: skip
     if lacking:
         raise RewardError(
-            f"reward function {reward.label}: its parameters {', '.join(lacking)} are not among "
-            f"the keywords that it is called with: {', '.join(offered)}. Rename them, add the "
-            "columns to the problems, or accept **columns"
+            f"reward function {reward.label}: nothing is passed for its parameters "
+            f"{', '.join(lacking)}. Passed are {', '.join(offered)}. Rename the parameters, or add "
+            "such columns to the problems"
         )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return [key for key in offered if takes_all or key in by_name]
@@ -260,9 +260,6 @@ def _explained(what: str, prompt: Any = None) -> Iterator[None]:
     except Exception as error:
         rule = ""
         if prompt is not None and isinstance(error, _SHAPE_ERRORS):
-            kind = "text" if isinstance(prompt, str) else "a list of messages"
-            rule = (
-                f". Completions are what their prompts are, here {kind}: lists of messages only "
-                "where prompts are messages"
-            )
+            kind = "text" if isinstance(prompt, str) else "lists of messages"
+            rule = f". Completions have the form of their prompts, here {kind}"
         raise RewardError(f"{what}: {type(error).__name__}: {error}{rule}") from error

@@ -105,8 +105,8 @@ class Run:
         """
         if self.micro_batch_size == 1:
             raise StepError(
-                "memory ran out in a micro-batch of one completion: shorten "
-                "max_completion_length, or take gradient_checkpointing, lora_rank or dtype bf16"
+                "memory ran out in a micro-batch of one completion: lower max_completion_length, "
+                "or set gradient_checkpointing, lora_rank or dtype bf16"
             )
         self.micro_batch_size //= 2
         clear_device_cache(garbage_collection=True)
@@ -136,7 +136,7 @@ class Run:
                     self.warn(f"{folder} cannot be locked ({error}): train one run in it alone")
             if ranks.reduce(self.accelerator, taken, any):
                 raise RuntimeError(
-                    f"output: expected a folder in which no other process trains; got {folder}"
+                    f"output: another process trains in {folder}: pass another output"
                 )
             yield
 

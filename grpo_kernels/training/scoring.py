@@ -162,9 +162,9 @@ def checked_gap(row: Mapping[str, float], dtype: str | None, run: Run) -> dict[s
         limit = min(never, max(always, TIMES_THE_FIRST_GAP * run.first_gap))
         if not mean <= limit:
             raise RolloutError(
-                f"sampler_gap: expected the sampler's log-probs to be the policy's to {limit:.2g} "
-                f"on average, which {dtype} explains (first step: {run.first_gap:.2g}); got "
-                f"{mean:.2g}, and {largest:.2g} at most. The sampler has other weights, is another "
-                "model, or computes in another precision. Nothing was trained on these samples"
+                f"sampler_gap: log-probs of sampler and policy differ by {mean:.2g} on average, "
+                f"{largest:.2g} at most; {dtype} explains {limit:.2g} (first step: "
+                f"{run.first_gap:.2g}). The sampler has other weights, another model or another "
+                "precision. Nothing was trained on these samples"
             )
     return {"sampler_gap": mean, "sampler_gap_max": largest}

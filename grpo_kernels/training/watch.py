@@ -50,18 +50,18 @@ class Watch:
         norm = row["grad_norm"]
         if norm is None or not math.isfinite(norm):
             signs["gradient"] = (
-                f"the gradient's norm is {norm}: the update was left out. Lower learning_rate, or "
+                f"the gradient norm is {norm}: the update was skipped. Lower learning_rate, or "
                 "look for NaN in the model"
             )
         if always("groups_equal"):
             signs["equal"] = (
-                f"in {WINDOW} steps every group had equal rewards, so nothing was learned. The "
-                "problems are too hard or too easy for the model, or the rewards see no "
-                "difference: look at samples.jsonl, and raise num_generations or temperature"
+                f"for {WINDOW} steps every group had equal rewards, so nothing was learned. The "
+                "problems are too hard or too easy, or the rewards too coarse: look at "
+                "samples.jsonl, and raise num_generations or temperature"
             )
         if always("truncated"):
             signs["truncated"] = (
-                f"in {WINDOW} steps every completion was cut at max_completion_length = "
+                f"for {WINDOW} steps every completion was cut at max_completion_length = "
                 f"{self.config.max_completion_length}. Raise it, or set stop"
             )
         if late := row.get("answers_timed_out"):
@@ -71,9 +71,9 @@ class Watch:
             )
         if self.config.records_support and "support/mean" not in row:
             signs["support"] = (
-                "top_k, top_p or min_p is set, and the rollout does not say what they kept: "
-                "the loss is over the whole softmax, which is not what sampled. Return completions "
-                "with a support, or turn replay_support off"
+                "top_k, top_p or min_p is set, but the rollout returns no support: the loss uses "
+                "the full softmax, another policy than the one that sampled. Return "
+                "Completion.support, or turn replay_support off"
             )
         entropy, first = row.get("entropy"), self.first_entropy or 0.0
         if (
