@@ -120,19 +120,30 @@ def test_a_softcap_keeps_the_digits_of_its_slope_where_it_is_flat(call, lift, ba
 
 
 @pytest.mark.parametrize("softcap", (None, 6.0), ids=("plain", "softcap"))
-def test_a_banned_entry_of_a_kept_set(softcap):
+@pytest.mark.parametrize("call", ("targets", "several", "entries"))
+def test_a_banned_entry_beside_the_target(call, softcap):
+    """In kept sets, and looked up with others, where its log-prob is -inf."""
     batch = make_batch(B=1, T=4)
-    targets, support = torch.tensor([[5, 6, 7, 8]]), csr([[5, 0, 9], [6, 1], [7, 300], [8]])
+    targets = {
+        "targets": torch.tensor([[5, 6, 7, 8]]),
+        "several": torch.tensor([0, 3, 5]).expand(1, 4, 3),
+        "entries": None,
+    }[call]
+    sets = csr([[5, 0, 9], [6, 1], [7, 300], [8]])
+    kept = {} if call == "several" else {"support": sets, "entries": call == "entries"}
     batch.bias[:2] = -torch.inf
     values = []
 
     def loss(package, hidden, weight, bias, **how):
         head = LMHead(weight, bias, softcap=softcap)
-        out = package.linear_logprobs(hidden, head, targets, support=support, **how)
-        values.append([out.logps.detach(), out.entropy.detach()])
-        return out.logps.sum() + out.entropy.sum()
+        logps, entropy, _ = package.linear_logprobs(hidden, head, targets, **kept, **how)
+        values.append([logps.detach(), entropy.detach()])
+        return logps[logps.isfinite()].sum() + entropy.sum()
 
     tensors = batch.hidden.nan_to_num(), batch.weight, batch.bias
     gradients = exact_and_actual(loss, *tensors, entropy=True)
-    for truth, x in (*zip(*values, strict=True), *zip(*gradients, strict=True)):
+    for truth, x in zip(*values, strict=True):
+        torch.testing.assert_close(x.double(), truth, rtol=1e-5, atol=1e-6)
+    assert (values[1][0] == -torch.inf).sum() == {"targets": 0, "several": 4, "entries": 2}[call]
+    for truth, x in zip(*gradients, strict=True):
         assert truth.norm() > 0 and relative_error(x, truth) <= 1e-5

@@ -57,8 +57,3 @@ def with_logps_of(batch: Batch, support: Support, **head: object) -> Batch:
     shift = (both[1] - both[0]).float()
     names = ("old_logps", "ref_logps", "sampling_logps")
     return replace(batch, **{name: getattr(batch, name) + shift for name in names})
-
-
-def with_logps_of_call(batch: Batch, support: Support, options: dict) -> Batch:
-    """The same for the options of a call."""
-    return with_logps_of(batch, support, **options.get("head", {}))
