@@ -92,48 +92,6 @@ def test_a_new_loss(beta, layout, backend):
     assert out.metrics["dro/distance"].item() == pytest.approx((x - old).abs().mean().item(), 1e-4)
 
 
-@pytest.mark.parametrize(
-    "loss", (Dro(), saying(Dro(), token_local=True)), ids=("class", "callable")
-)
-@pytest.mark.parametrize("beta", (0.0, 0.2))
-def test_a_new_loss_in_one_pass(beta, loss):
-    """Logits are made once; tokens of advantage 0, which have a gradient here, are kept."""
-    batch, made = make_batch(B=6, T=11), []
-    V, H = batch.weight.shape
-
-    def matmul(a, b):
-        if a.shape[1] == H:
-            made.append(len(a) * b.shape[1])
-        return a @ b
-
-    cfg = GRPOLossConfig(loss_type=loss, aggregation="grpo", beta=beta)
-    options = {"config": cfg, "old_logps": True, "ref_logps": True}
-    execution = Execution(matmul=matmul, chunk_bytes=4 * V * 5)
-    actual = expect_equal(batch, options, execution=execution)
-    assert sum(made) == int(batch.mask.sum()) * V
-    zero = (batch.advantages == 0)[:, None] & batch.mask
-    assert zero.any() and (actual.gradients["hidden"][zero] != 0).any(1).all()
-
-
-@pytest.mark.usefixtures("real_memory", "curves")
-def test_a_trainer_trains_what_the_loss_trains(tiny_model, tmp_path):
-    """In the second update tokens of groups with equal rewards have moved, and are pulled back."""
-    halves = {"noise": lambda prompts, completions, **_: [0, 1, 2, 3, 1, 1, 1, 1] * 2}
-    moves = []
-    for place, (skip, loss) in enumerate((
-        (False, Dro()), (True, Dro()), (True, saying(Dro(), gradient_needs_advantage=True)),
-    )):  # fmt: skip
-        options = {"loss_type": loss, "minibatches": 2, "skip_untrained": skip, "name": f"t{place}"}
-        trainer = trainer_of(config_of(tiny_model, tmp_path, steps=1, **options), rewards=halves)
-        parameters = [*trainer.policy.parameters()]
-        before = torch.cat([p.detach().flatten() for p in parameters])
-        assert rows_of(trainer.train())[0]["groups_equal"] == 0.5
-        moves.append(torch.cat([p.detach().flatten() for p in parameters]) - before)
-    full, masked, lost = moves
-    assert full.norm() > 0 and relative_error(masked, full) < 1e-4
-    assert relative_error(lost, full) > 1e-2
-
-
 @dataclass(frozen=True, kw_only=True)
 class OwnRatio(Clip):
     """A ratio that moves half as far, and within bounds."""
@@ -162,20 +120,45 @@ class OfTheCall(Clip):
         return super().per_token(tokens) * tokens.log_ratio.exp().mean()
 
 
-@pytest.mark.parametrize(
-    ("loss", "level", "beta", "backend"),
-    in_turn((OwnRatio, Mixed, OfTheCall), ("token", "sequence"), (0.0, 0.2), BACKENDS),
-)
-def test_a_subclass_has_its_own_formula(loss, level, beta, backend):
-    """On both backends, whatever chunks there are; its gradient is autograd's, its KL's too."""
-    batch = make_batch(B=6, T=11)
-    cfg = GRPOLossConfig(loss_type=loss(ratio_level=level), beta=beta, use_bias_correction_kl=True)
+SAYS = {"token_local": True, "gradient_needs_advantage": True, "aggregation": "grpo"}
+# Losses, and whether one pass is enough.
+LOSSES = {
+    "class": (Dro(), True),
+    "class of a callable": (saying(Dro(), token_local=True), True),
+    "own ratio": (OwnRatio(), False),
+    "own ratio of sequences": (OwnRatio(ratio_level="sequence"), False),
+    "mixed": (Mixed(), False),
+    "mixed, of sequences": (Mixed(ratio_level="sequence"), False),
+    "of the call": (OfTheCall(), False),
+    "of the call's sequences": (OfTheCall(ratio_level="sequence"), False),
+    "needs advantage": (saying(clipped, **SAYS), True),
+    "entropy": (entropy_scaled, False),
+    "entropy in one pass": (
+        saying(entropy_scaled, token_local=True, entropy_gradient=True), True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "beta", "backend"), in_turn(LOSSES, (0.0, 0.2), BACKENDS))
+def test_equals_the_reference(name, beta, backend):
+    """Whatever chunks there are; the gradient is autograd's, that of the KL too."""
+    batch, (loss, one_pass) = make_batch(B=6, T=11), LOSSES[name]
+    cfg = GRPOLossConfig(loss_type=loss, beta=beta, use_bias_correction_kl=True)
     execution = Execution(backend=backend, chunk_bytes=4 * len(batch.weight) * 5)
-    options = {"config": cfg, "old_logps": True, "ref_logps": True, "execution": execution}
-    actual = expect_equal(batch, options)
-    parent_config = replace(cfg, loss_type=Clip(ratio_level=level))
-    expected = run_fused(batch, exact=True, **{**options, "config": parent_config})
-    assert relative_error(actual.gradients["hidden"], expected.gradients["hidden"]) > 1e-3
+    options = {"config": cfg, "old_logps": True, "ref_logps": True}
+    actual = expect_equal(batch, options, execution=execution)
+    assert cfg.one_pass == one_pass
+    if isinstance(loss, Clip):
+        parent = replace(cfg, loss_type=Clip(ratio_level=loss.ratio_level))
+        theirs = run_fused(batch, exact=True, **{**options, "config": parent}).gradients["hidden"]
+        assert relative_error(actual.gradients["hidden"], theirs) > 1e-3
+
+
+def test_a_callable_says_its_aggregation_and_what_needs_no_gradient():
+    cfg = GRPOLossConfig(loss_type=saying(clipped, **SAYS))
+    assert cfg.effective_aggregation == "grpo" and cfg.gradient_needs_advantage
+    assert not GRPOLossConfig(loss_type=clipped).gradient_needs_advantage
+    assert GRPOLossConfig(loss_type=LOSSES["entropy in one pass"][0]).entropy_has_gradient
 
 
 def test_claims_of_a_formula_are_not_inherited_by_another():
@@ -189,9 +172,6 @@ def test_claims_of_a_formula_are_not_inherited_by_another():
         assert not loss.token_local and not loss.gradient_needs_advantage and loss.kernel() is None
     assert Restated().token_local and not Restated().gradient_needs_advantage
     assert Named().token_local and Named().kernel() == Clip().kernel() is not None
-
-
-SAYS = {"token_local": True, "gradient_needs_advantage": True, "aggregation": "grpo"}
 
 
 @pytest.mark.parametrize("layout", ("padded", "packed"))
@@ -219,22 +199,23 @@ def test_equals_the_built_in_one(loss, aggregation, layout):
         assert relative_error(a.gradients[name], b.gradients[name]) <= 2e-5
 
 
-def test_a_callable_says_its_aggregation_and_that_it_needs_an_advantage():
-    cfg = GRPOLossConfig(loss_type=saying(clipped, **SAYS))
-    assert cfg.effective_aggregation == "grpo" and cfg.gradient_needs_advantage
-    options = {"old_logps": True, "advantages": torch.tensor([1.0, -1.0, 0.0, 0.0])}
-    expect_equal(make_batch(), {"config": cfg, **options})
-
-
-@pytest.mark.parametrize(
-    "loss",
-    (entropy_scaled, saying(entropy_scaled, token_local=True, entropy_gradient=True)),
-    ids=("in_two_passes", "in_one"),
-)
-def test_a_gradient_of_the_entropy(loss):
-    cfg = GRPOLossConfig(loss_type=loss)
-    expect_equal(make_batch(B=6, T=11), {"config": cfg, "old_logps": True})
-    assert cfg.one_pass == cfg.entropy_has_gradient
+@pytest.mark.usefixtures("real_memory", "curves")
+def test_a_trainer_trains_what_the_loss_trains(tiny_model, tmp_path):
+    """In the second update tokens of groups with equal rewards have moved, and are pulled back."""
+    halves = {"noise": lambda prompts, completions, **_: [0, 1, 2, 3, 1, 1, 1, 1] * 2}
+    moves = []
+    for place, (skip, loss) in enumerate((
+        (False, Dro()), (True, Dro()), (True, saying(Dro(), gradient_needs_advantage=True)),
+    )):  # fmt: skip
+        options = {"loss_type": loss, "minibatches": 2, "skip_untrained": skip, "name": f"t{place}"}
+        trainer = trainer_of(config_of(tiny_model, tmp_path, steps=1, **options), rewards=halves)
+        parameters = [*trainer.policy.parameters()]
+        before = torch.cat([p.detach().flatten() for p in parameters])
+        assert rows_of(trainer.train())[0]["groups_equal"] == 0.5
+        moves.append(torch.cat([p.detach().flatten() for p in parameters]) - before)
+    full, masked, lost = moves
+    assert full.norm() > 0 and relative_error(masked, full) < 1e-4
+    assert relative_error(lost, full) > 1e-2
 
 
 def test_masked_tokens_are_zeros_and_stay_out():
@@ -257,6 +238,7 @@ def test_masked_tokens_are_zeros_and_stay_out():
         assert x.shape == flat.shape and (x[flat] == 0).all()
 
 
+@pytest.mark.usefixtures("real_memory", "curves")
 def test_own_metrics_come_through_a_trainer(tiny_model, tmp_path):
     """A prefix hides none of them, and every other name of a row is taken."""
     values = {"ce_gap": 2.0, "ratio": 3.0, "square": 4.0, "scored": 5.0}
