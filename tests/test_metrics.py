@@ -87,6 +87,11 @@ CASES = {
         {**SAMPLED, "is_correction": "sequence_mask", "is_clip_min": 0.5},
         {f"{WEIGHT}/mean": e**0.2 / 2, f"{WEIGHT}/min": 0, f"{WEIGHT}/max": e**0.2},
     ),
+    "sampler, a log-prob that rounds above 0": (
+        {"logps": [[0.0]], "advantages": [1.0], "old_logps": [[1e-7]], "sampling_logps": [[-1.0]],
+         "is_correction": "token_mask", "is_gate": "binary_kl", "is_clip_max": 1.0},
+        {f"{WEIGHT}/mean": 0},
+    ),
     "off-policy mask": (
         {"logps": ZEROS, "advantages": [-1.0, -1.0], "off_policy_threshold": 0.2,
          "old_logps": ZEROS, "sampling_logps": [[0.0, 0.0], [0.5, 0.5]]},

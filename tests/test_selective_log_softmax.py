@@ -18,11 +18,12 @@ def logits_like_a_model(shape, V, offset=0.0, certainty=9.0):
 
 
 def run(call, logits, targets, **options):
-    logits = logits.detach().clone().requires_grad_()
-    logps = call(logits, targets, **options)
+    leaf = logits.detach().clone().requires_grad_()
+    logps = call(leaf, targets, **options)
     g = torch.Generator().manual_seed(2)
     (logps * torch.randn(logps.shape, generator=g).to(logps.device)).sum().backward()
-    return logps.detach(), logits.grad
+    assert torch.equal(leaf, logits)
+    return logps.detach(), leaf.grad
 
 
 def expect_equal(logits, targets, tolerance, backend, *, logps_tolerance=1e-4, temperature=1.0):
@@ -36,11 +37,36 @@ def expect_equal(logits, targets, tolerance, backend, *, logps_tolerance=1e-4, t
     assert relative_error(grad, expected[1]) <= tolerance
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("V", (2, 127, 1003, 4097, 9000))
-def test_vocabularies(V, backend):
+def allowed_at_random():
+    """Logits of which top-k or a grammar bans most, and all from 5000 on."""
+    logits, targets = logits_like_a_model((4,), 6000)
+    allowed, targets = torch.rand(4, 6000) < 0.01, targets.clamp(max=4999)
+    allowed[:, 5000:] = False
+    allowed.scatter_(1, targets[:, None], True)
+    return logits.masked_fill(~allowed, -float("inf")), targets
+
+
+LOGITS, TARGETS = logits_like_a_model((2, 7), 300)
+CASES = {
     # One of two ids is nearly certain, so 1 - p has lost its digits.
-    expect_equal(*logits_like_a_model((2, 3), V), 1e-3 if V == 2 else 2e-5, backend)
+    "2 ids": (*logits_like_a_model((2, 3), 2), 1e-3),
+    **{f"{V} ids": (*logits_like_a_model((2, 3), V), 2e-5) for V in (127, 1003, 4097, 9000)},
+    # All-negative logits would underflow from a maximum started at 0.
+    **{
+        f"151,936 logits around {offset}": (*logits_like_a_model((3,), 151_936, offset), 2e-4)
+        for offset in (-300, 0, 300)
+    },
+    "minus infinity": (*allowed_at_random(), 2e-5),
+    "a slice": (LOGITS[:, :-1], TARGETS[:, :-1], 2e-5),
+    "transposed": (LOGITS.transpose(0, 1), TARGETS.T, 2e-5),
+    "vocabulary first": (LOGITS.movedim(-1, 0).contiguous().movedim(0, -1), TARGETS, 2e-5),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients(case, backend):
+    expect_equal(*CASES[case], backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -57,27 +83,10 @@ def test_certain_tokens_keep_their_digits(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("offset", (-300.0, 0.0, 300.0))
-def test_full_vocabulary(offset, backend):
-    """151,936 entries; all-negative logits would underflow from a maximum started at 0."""
-    expect_equal(*logits_like_a_model((3,), 151_936, offset), 2e-4, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ("scalar", "per_token", "zero_dim"))
 def test_temperature(kind, backend):
     kinds = {"scalar": 0.6, "per_token": 0.5 + torch.rand(2, 5), "zero_dim": torch.tensor(1.7)}
     expect_equal(*logits_like_a_model((2, 5), 501), 2e-5, backend, temperature=kinds[kind])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_minus_infinity_is_a_logit(backend):
-    """Top-k and grammar masks put it there."""
-    logits, targets = logits_like_a_model((4,), 6000)
-    allowed, targets = torch.rand(4, 6000) < 0.01, targets.clamp(max=4999)
-    allowed[:, 5000:] = False
-    allowed.scatter_(1, targets[:, None], True)
-    expect_equal(logits.masked_fill(~allowed, -float("inf")), targets, 2e-5, backend)
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
@@ -96,14 +105,3 @@ def test_cuda(V, backend, dtype):
     logits, targets = logits_like_a_model((3, 50), V)
     tolerance = 2e-4 if dtype == torch.float32 else 2.5e-3
     expect_equal(logits.to("cuda", dtype), targets.cuda(), tolerance, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_strided_logits(backend):
-    logits, targets = logits_like_a_model((2, 7), 300)
-    temperature = torch.rand(2, 6) + 0.5
-    expect_equal(logits[:, :-1], targets[:, :-1], 2e-5, backend, temperature=temperature)
-    expect_equal(logits.transpose(0, 1), targets.T, 2e-5, backend)
-    vocab_first = logits.movedim(-1, 0).contiguous().movedim(0, -1)
-    expect_equal(vocab_first, targets, 2e-5, backend)
-    assert torch.equal(vocab_first, logits)
