@@ -103,32 +103,29 @@ def expected_of(trainer, samples, truncation):
 
 @pytest.mark.parametrize("name", ("top_p", "all"))
 def test_log_probs_are_those_of_the_policy_that_sampled(name, tiny_model, tmp_path):
-    truncation = TRUNCATIONS[name]
-    trainer, (samples, scores) = scored(
-        tiny_model, tmp_path, beta=0.1, top_entropy_quantile=0.4, **truncation
-    )
+    truncation, close = TRUNCATIONS[name], {"rtol": 1e-4, "atol": 2e-5}
+    options = {"beta": 0.1, "top_entropy_quantile": 0.4, **truncation}
+    trainer, (samples, scores) = scored(tiny_model, tmp_path, **options)
     expected, entropies = expected_of(trainer, samples, truncation)
-    threshold = entropies[samples.mask != 0].quantile(0.6)
-    assert scores.entropy_threshold == pytest.approx(float(threshold), rel=1e-4, abs=2e-5)
-    torch.testing.assert_close(scores.old_logps, expected, rtol=1e-4, atol=2e-5)
-    torch.testing.assert_close(scores.ref_logps, expected, rtol=1e-4, atol=2e-5)
-    rows = list(range(len(samples.texts)))
-    first = trainer.update(samples, scores, 0, rows)
-    update = first.metrics
-    assert update["ratio_mean"] == pytest.approx(1, abs=1e-5)
-    assert update["ratio_max"] == pytest.approx(1, abs=1e-4) and update["kl"] < 1e-6
-    torch.testing.assert_close(first.logps, expected, rtol=1e-4, atol=2e-5)
-    again = trainer.update(samples, scores, 1, rows).metrics
-    assert again["ratio_max"] > 1.01
+    threshold = float(entropies[samples.mask != 0].quantile(0.6))
+    assert scores.entropy_threshold == pytest.approx(threshold, rel=1e-4, abs=2e-5)
+    first, again = (
+        trainer.update(samples, scores, i, list(range(len(samples.texts)))) for i in range(2)
+    )
+    for logps in (scores.old_logps, scores.ref_logps, first.logps):
+        torch.testing.assert_close(logps, expected, **close)
+    assert first.metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert first.metrics["ratio_max"] == pytest.approx(1, abs=1e-4) and first.metrics["kl"] < 1e-6
+    assert again.metrics["ratio_max"] > 1.01
 
 
-def test_without_replay_log_probs_are_of_the_whole_softmax(tiny_model, tmp_path):
+@pytest.mark.parametrize("options", ({"replay_support": False, **TRUNCATIONS["top_p"]}, {}))
+def test_without_replay_log_probs_are_of_the_whole_softmax(options, tiny_model, tmp_path):
     """Nor is anything recorded where nothing is truncated."""
-    for options in ({"replay_support": False, **TRUNCATIONS["top_p"]}, {}):
-        trainer, (samples, scores) = scored(tiny_model, tmp_path, **options)
-        assert all(c.support is None for c in samples.completions) and not samples.replay_support
-        full, _ = expected_of(trainer, samples, {})
-        torch.testing.assert_close(scores.old_logps, full, rtol=1e-4, atol=2e-5)
+    trainer, (samples, scores) = scored(tiny_model, tmp_path, **options)
+    assert all(c.support is None for c in samples.completions) and not samples.replay_support
+    full, _ = expected_of(trainer, samples, {})
+    torch.testing.assert_close(scores.old_logps, full, rtol=1e-4, atol=2e-5)
 
 
 def test_metrics_of_supports_are_of_the_rollout(tiny_model, tmp_path):

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from grpo_kernels import (
     Execution,
     LMHead,
+    Support,
     batch_support,
     fused_grpo_loss,
     grpo_loss,
@@ -19,7 +20,7 @@ from tests.helpers.batches import config, make_batch, run_fused
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import BACKENDS, exact_and_actual, objective_options
 from tests.helpers.head_options import expect_equal as expect_equal_without
-from tests.helpers.supports import csr, everything, make_support, with_logps_of
+from tests.helpers.supports import csr, make_support, with_logps_of
 
 SMALL = {"B": 4, "T": 5, "H": 24, "V": 61}
 
@@ -123,9 +124,11 @@ def test_sets_of_a_large_part_of_the_vocabulary_warn_once(batch):
     args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
     few = csr([[int(t), 900, 901] if t >= 0 else [] for t in batch.targets.flatten()])
     fused_grpo_loss(*args, support=few)
+    V, N = len(batch.weight), batch.targets.numel()
+    every_id = Support(torch.arange(V).repeat(N), torch.arange(N + 1) * V)
     with pytest.warns(UserWarning, match="support: kept sets have more than 1/20") as caught:
         for _ in range(2):
-            fused_grpo_loss(*args, support=everything(batch))
+            fused_grpo_loss(*args, support=every_id)
     assert len(caught) == 1
 
 
