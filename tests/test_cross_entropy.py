@@ -15,17 +15,12 @@ from tests.helpers.batches import (
     run_fused,
     with_cross_entropy,
 )
-from tests.helpers.head_options import (
-    BACKENDS,
-    CHUNK,
-    TOLERANCE,
-    expect_equal,
-)
+from tests.helpers.head_options import BACKENDS, CHUNK, TOLERANCE, expect_equal
 from tests.helpers.tiers import cases
 
 
-def mixed_batch(B=6, T=11, **options):
-    batch = with_cross_entropy(make_batch(B=B, T=T, **options))
+def mixed_batch():
+    batch = with_cross_entropy(make_batch(B=6, T=11))
     chosen = batch.ce_weights != 0
     # Tokens of the policy loss only, of both, of the cross-entropy only; there are some of neither.
     kinds = (batch.mask & ~chosen, batch.mask & chosen, ~batch.mask & chosen)
@@ -37,17 +32,14 @@ def mixed_batch(B=6, T=11, **options):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("share", (1.0, 1 / 131_072))
 def test_half_precision(share, dtype):
-    """Alone, too, of which a small share must not underflow, nor its scale overflow."""
+    """Alone, of which a small share must not underflow, nor its scale overflow."""
     batch = mixed_batch().to("cpu", dtype)
-    batch.ce_weights *= share
-    for mask in (batch.mask, torch.zeros_like(batch.mask)) if share == 1 else (0 * batch.mask,):
-        batch = replace(batch, mask=mask)
-        options = {"ce_weights": True, "scale": 4.0 / share}
-        expected = run_fused(batch, exact=True, **options)
-        actual = run_fused(batch, exact=False, **options)
-        for name in ("hidden", "weight"):
-            error = relative_error(actual.gradients[name], expected.gradients[name])
-            assert error <= TOLERANCE[dtype], name
+    batch = replace(batch, ce_weights=share * batch.ce_weights, mask=torch.zeros_like(batch.mask))
+    options = {"ce_weights": True, "scale": 4.0 / share}
+    expected, actual = (run_fused(batch, exact=exact, **options) for exact in (True, False))
+    for name in ("hidden", "weight"):
+        error = relative_error(actual.gradients[name], expected.gradients[name])
+        assert error <= TOLERANCE[dtype], name
 
 
 @pytest.mark.parametrize(
@@ -60,10 +52,7 @@ def test_half_precision(share, dtype):
 def test_alone_is_torchs_cross_entropy(without, loss_type, backend):
     """With a mask of zeros, or with advantages of zero."""
     batch = mixed_batch()
-    if without == "mask":
-        batch.mask = torch.zeros_like(batch.mask)
-    else:
-        batch.advantages = torch.zeros_like(batch.advantages)
+    setattr(batch, without, torch.zeros_like(getattr(batch, without)))
     chosen = batch.ce_weights != 0
     batch.ce_weights = chosen / chosen.sum()
     head = [x.double().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
@@ -74,38 +63,39 @@ def test_alone_is_torchs_cross_entropy(without, loss_type, backend):
         batch, exact=False, config=config(loss_type=loss_type), head={"bias": True},
         ce_weights=True, execution=Execution(backend=backend, chunk_bytes=CHUNK),
     )  # fmt: skip
-    assert actual.loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    for name in ("ce_loss", "ce_nll"):
-        assert actual.metrics[name].item() == pytest.approx(expected.item(), rel=1e-5)
+    for value in (actual.loss, actual.metrics["ce_loss"], actual.metrics["ce_nll"]):
+        assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, x in zip(HEAD, head, strict=True):
         assert relative_error(actual.gradients[name], x.grad) <= 2e-5, name
 
 
-def test_where_advantages_are_per_token():
+@pytest.mark.parametrize("weights_dtype", (None, torch.bfloat16, torch.float16, torch.float64))
+def test_where_advantages_are_per_token(weights_dtype):
     """A token may have an advantage of 0, or NaN outside the mask, and still a weight."""
     batch = mixed_batch()
+    batch.ce_weights = batch.ce_weights.to(weights_dtype)
     sparse = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.5
     advantages = (batch.advantages[:, None] * sparse).masked_fill(~batch.mask, NAN)
     options = {"old_logps": True, "ce_weights": True, "advantages": advantages}
     expect_equal(batch, options, execution=Execution(chunk_bytes=CHUNK))
 
 
-@pytest.mark.parametrize("own_config", (False, True), ids=("entropy_threshold", "own_objective"))
-def test_what_depends_on_the_entropy(own_config):
-    """An objective of one's own sees the policy's tokens alone; a threshold keeps to them."""
-    batch = mixed_batch()
-    seen = []
+def test_an_entropy_threshold_keeps_to_the_policys_tokens():
+    batch, cfg = mixed_batch(), config(top_entropy_quantile=0.5, entropy_threshold=1.0)
+    out = expect_equal(batch, {"config": cfg, "old_logps": True, "ce_weights": True})
+    assert out.metrics["tokens"] == batch.mask.sum()
+
+
+def test_an_objective_of_ones_own_sees_the_policys_tokens_alone():
+    batch, seen = mixed_batch(), []
 
     def objective(tokens):
         seen.append(tokens)
         return -tokens.advantages * tokens.ratio - 0.1 * tokens.entropy
 
-    options = {"config": config(loss_type=objective)} if own_config else {
-        "config": config(top_entropy_quantile=0.5, entropy_threshold=1.0)
-    }  # fmt: skip
-    out = expect_equal(batch, {**options, "old_logps": True, "ce_weights": True})
-    assert out.metrics["tokens"] == batch.mask.sum()
-    assert all((tokens.entropy[~batch.mask.flatten()] == 0).all() for tokens in seen)
+    cfg = config(loss_type=objective)
+    expect_equal(batch, {"config": cfg, "old_logps": True, "ce_weights": True})
+    assert seen and all((x.entropy[~batch.mask.flatten()] == 0).all() for x in seen)
 
 
 def test_without_a_mask_every_token_is_the_policys():
@@ -116,35 +106,26 @@ def test_without_a_mask_every_token_is_the_policys():
 
 
 @pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_the_rest_does_not_hear_of_it(loss_type):
-    """The policy's loss, its metrics and what is returned of its tokens are as without."""
-    batch, options = mixed_batch(), {"config": config(loss_type=loss_type, beta=0.1)}
+def test_the_policys_results_are_as_without_it(loss_type):
+    batch = mixed_batch()
     names = ("old_logps", "ref_logps", "sampling_logps")
-    kwargs = {name: getattr(batch, name) for name in names}
+    options = {name: getattr(batch, name) for name in names}
+    options["config"] = config(loss_type=loss_type, beta=0.1)
     args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
-    with torch.no_grad():
-        plain = fused_grpo_loss(*args, **kwargs, **options)
-        mixed = fused_grpo_loss(*args, **kwargs, **options, ce_weights=batch.ce_weights)
-    metrics = dict(mixed.metrics)
     chosen = batch.ce_weights != 0
+    with torch.no_grad():
+        plain = fused_grpo_loss(*args, **options)
+        mixed = fused_grpo_loss(*args, **options, ce_weights=batch.ce_weights)
+        scored = linear_logprobs(*args[:3], mask=batch.mask | chosen, entropy=True)
     term = -(batch.ce_weights * mixed.logps)[chosen].sum()
-    torch.testing.assert_close(metrics.pop("ce_loss"), term)
+    own = {
+        "ce_loss": term,
+        "ce_tokens": chosen.sum().float(),
+        "ce_nll": -mixed.logps[chosen].mean(),
+    }
+    torch.testing.assert_close(mixed.metrics, plain.metrics | own)
     torch.testing.assert_close(mixed.loss, plain.loss + term)
-    assert metrics.pop("ce_tokens") == chosen.sum()
-    torch.testing.assert_close(metrics.pop("ce_nll"), -mixed.logps[chosen].mean())
-    assert metrics.keys() == plain.metrics.keys()
-    for name, value in plain.metrics.items():
-        torch.testing.assert_close(metrics[name], value, msg=name)
     torch.testing.assert_close(mixed.logps[batch.mask], plain.logps[batch.mask])
-    # Computed values are returned.
-    scored = linear_logprobs(*args[:3], mask=batch.mask | chosen, entropy=True)
     torch.testing.assert_close(mixed.logps, scored.logps)
     torch.testing.assert_close(mixed.entropy, scored.entropy)
     assert (mixed.logps[~batch.mask & ~chosen] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
-def test_dtypes_of_the_weights(dtype):
-    batch = mixed_batch()
-    batch.ce_weights = batch.ce_weights.to(dtype)
-    expect_equal(batch, {"config": config(), "ce_weights": True})

@@ -1,4 +1,4 @@
-"""`fused_grpo_loss` against the float64 reference: value, metrics and gradients, every option."""
+"""`fused_grpo_loss` where it is delicate: rounding, rows, memory; options: `test_pairs.py`."""
 
 import warnings
 
@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.workloads import make
 from grpo_kernels import Execution, fused_grpo_loss
 from tests.helpers.batches import (
+    NAN,
     OBJECTIVES,
     config,
     make_batch,
@@ -16,22 +17,20 @@ from tests.helpers.batches import (
     relative_error,
     run_fused,
 )
-from tests.helpers.head_options import (
-    BACKENDS,
-    TOLERANCE,
-    expect_equal,
-    objective_options,
-)
+from tests.helpers.head_options import BACKENDS, TOLERANCE, expect_equal, objective_options
+
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp16", "bf16"))
 
 
 def test_no_gradient_slice_is_rounded_before_summing():
     """Forty chunks of bf16 input: rounding each chunk's dW would show, one rounding does not."""
     batch = make_batch(B=8, T=40, V=300).to("cpu", torch.bfloat16)
     options = {"execution": Execution(chunk_bytes=4 * 300 * 4), "scale": 1.0}
-    actual, expected = (run_fused(batch, exact=x, **options) for x in (False, True))
-    rounding = relative_error(expected.gradients["weight"].bfloat16(), expected.gradients["weight"])
-    error = relative_error(actual.gradients["weight"], expected.gradients["weight"])
-    assert error < 1.05 * rounding
+    actual, expected = (
+        run_fused(batch, exact=x, **options).gradients["weight"] for x in (False, True)
+    )
+    rounding = relative_error(expected.bfloat16(), expected)
+    assert relative_error(actual, expected) < 1.05 * rounding
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
@@ -40,8 +39,7 @@ def test_small_shares_of_the_loss_do_not_underflow(dtype, scale):
     """A token's share of 1 / 131,072 is near float16's smallest number, p times it far below."""
     batch = make_batch(B=8, T=32).to("cpu", dtype)
     options = {"config": config(entropy_coef=1e-3), "num_items": 131_072, "scale": scale}
-    expected = run_fused(batch, exact=True, **options)
-    actual = run_fused(batch, exact=False, **options)
+    expected, actual = (run_fused(batch, exact=exact, **options) for exact in (True, False))
     # With a loss scaler the result fits float16; without one only its rounding may be lost.
     tolerance = TOLERANCE[dtype] if scale > 1 or dtype == torch.bfloat16 else 0.1
     for name in ("hidden", "weight"):
@@ -51,7 +49,7 @@ def test_small_shares_of_the_loss_do_not_underflow(dtype, scale):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", (1.0, 1 / 3, 65536.0))
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp16", "bf16"))
+@DTYPES
 def test_cuda_many_tokens(dtype, scale):
     """Errors average out over a real number of tokens: bf16's is that of its rounding."""
     batch = make_batch(B=64, T=64, H=256, V=5003).to("cuda", dtype)
@@ -67,7 +65,7 @@ def test_cuda_many_tokens(dtype, scale):
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp16", "bf16"))
+@DTYPES
 def test_cuda_tile_past_2_31_elements(dtype):
     """14,208 rows of 151,936 logits in one buffer, against the same in small chunks."""
     B, T, H, V = 2, 7104, 64, 151_936
@@ -92,16 +90,14 @@ def test_cuda_tile_past_2_31_elements(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu
-def test_waits_for_a_gpu():
-    """Once, for the row counts."""
+def test_a_call_waits_once_for_a_gpu():
+    """The row counts are read."""
     w = make("dense", (1024, 5003, 64), "cuda")
-    w.hidden.requires_grad_()
-    w.weight.requires_grad_()
+    head = w.hidden.requires_grad_(), w.weight.requires_grad_()
 
     def step():
-        fused_grpo_loss(
-            w.hidden, w.weight, w.targets, w.advantages, old_logps=w.old_logps
-        ).loss.backward()
+        out = fused_grpo_loss(*head, w.targets, w.advantages, old_logps=w.old_logps)
+        out.loss.backward()
 
     step()
     torch.cuda.set_sync_debug_mode("warn")
@@ -114,27 +110,24 @@ def test_waits_for_a_gpu():
     assert sum("synchronizing" in str(x.message) for x in caught) == 1
 
 
-def test_advantages_per_token():
-    batch = make_batch()
-    advantages = torch.randn(batch.mask.shape).masked_fill(~batch.mask, float("nan"))
+@pytest.mark.parametrize("layout", ("padded", "packed"))
+def test_advantages_per_token(layout):
+    batch = packed(make_batch()) if layout == "packed" else make_batch()
+    advantages = torch.randn(batch.mask.shape).masked_fill(~batch.mask, NAN)
     options = {"config": config(loss_type="grpo"), "old_logps": True, "advantages": advantages}
     expect_equal(batch, options)
-    flat = packed(batch)
-    expect_equal(flat, {**options, "advantages": torch.randn(flat.mask.shape)})
 
 
-@pytest.mark.parametrize("mask_dtype", (torch.bool, torch.int64, torch.uint8, torch.float32))
-def test_mask_dtypes(mask_dtype):
+@pytest.mark.parametrize(
+    "mask_dtype", (None, torch.bool, torch.int64, torch.uint8, torch.float32), ids=str
+)
+def test_masks(mask_dtype):
+    """In any dtype; without one every token counts."""
     batch = make_batch()
+    if mask_dtype is None:
+        batch.hidden, batch.targets = torch.randn_like(batch.hidden), batch.targets.clamp(min=0)
     batch.mask = batch.mask.to(mask_dtype)
-    expect_equal(batch, {"config": config(loss_type="grpo")})
-
-
-def test_no_mask_counts_every_token():
-    batch = make_batch()
-    batch.hidden = torch.randn_like(batch.hidden)
-    batch.targets = batch.targets.clamp(min=0)
-    expect_equal(batch, {"config": config(loss_type="grpo"), "mask": False})
+    expect_equal(batch, {"config": config(loss_type="grpo"), "mask": mask_dtype is not None})
 
 
 def rows_multiplied(batch, options):
@@ -177,25 +170,18 @@ def test_a_constant_correction_of_zero_costs_no_gradient_work():
     assert trained[0].any() and 0 < rows["gradients"] <= int(trained[1:].sum())
 
 
-@pytest.mark.parametrize("zero", ("all_masked", "zero_advantages", "no_sequences", "no_tokens"))
+@pytest.mark.parametrize("zero", ("mask", "advantages", "no_sequences", "no_tokens"))
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "loss_type", ("grpo", "dr_grpo", "dapo", "luspo", "gspo", "gmpo", "vespo", "cispo")
 )
 def test_nothing_to_learn(loss_type, zero, backend):
     """Loss 0, zero gradients, and still connected to the graph."""
-    batch = make_batch(B={"no_sequences": 0}.get(zero, 4), T={"no_tokens": 0}.get(zero, 9))
-    if zero == "all_masked":
-        batch.mask = torch.zeros_like(batch.mask)
-    if zero == "zero_advantages":
-        batch.advantages = torch.zeros_like(batch.advantages)
-    result = run_fused(
-        batch,
-        exact=False,
-        config=config(loss_type=loss_type),
-        head={"bias": True},
-        execution=Execution(backend=backend),
-    )
+    batch = make_batch(B=4 * (zero != "no_sequences"), T=9 * (zero != "no_tokens"))
+    if zero in ("mask", "advantages"):
+        setattr(batch, zero, torch.zeros_like(getattr(batch, zero)))
+    options = {"config": config(loss_type=loss_type), "head": {"bias": True}}
+    result = run_fused(batch, exact=False, **options, execution=Execution(backend=backend))
     assert result.loss.item() == 0
     for name, grad in result.gradients.items():
         assert grad is not None and (grad == 0).all(), name

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels import grpo_loss, reference
+from grpo_kernels import grpo_loss
 from grpo_kernels.base.sequences import Sequences
 from grpo_kernels.kernels import PolicyLossResult
 from grpo_kernels.loss.config import KL_ESTIMATORS
 from grpo_kernels.loss.grpo_loss import policy_loss_and_grads
 from grpo_kernels.loss.tokens import LossInputs
 from tests.helpers.batches import config, make_batch
-from tests.helpers.head_options import BACKENDS
+from tests.helpers.head_options import BACKENDS, exact_and_actual
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,7 @@ from tests.helpers.head_options import BACKENDS
     ),
     ids=str,
 )
-def test_who_takes_the_kernel(options, taken):
-    """The kernel takes clipped losses, cispo and plain estimators; PyTorch runs the others."""
+def test_which_objectives_take_the_kernel(options, taken):
     calls = []
 
     def kernel(logps, entropy, **kwargs):
@@ -41,14 +40,9 @@ def test_who_takes_the_kernel(options, taken):
     x, ones = torch.zeros(3), torch.ones(3)
     sequences = Sequences(1, torch.zeros(3, dtype=torch.long))
     inputs = LossInputs(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
-    policy_loss_and_grads(
-        config(**options), inputs, x, ones, SimpleNamespace(policy_loss=kernel), grad=True
-    )
-    assert len(calls) == taken
-    policy_loss_and_grads(
-        config(**options), inputs, x, ones, SimpleNamespace(policy_loss=None), grad=True
-    )
-    assert len(calls) == taken
+    for backend in (SimpleNamespace(policy_loss=kernel), SimpleNamespace(policy_loss=None)):
+        policy_loss_and_grads(config(**options), inputs, x, ones, backend, grad=True)
+        assert len(calls) == taken
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -65,30 +59,24 @@ def test_empty(entropy_coef, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ties_share_the_gradient_as_autograd_does(backend):
     """Ratios exactly at 1, at the bounds and at delta."""
+    ratios = torch.tensor([[1.0, 1.0, 0.5, 0.5, 1.5, 1.5, 2.0, 2.0]])
+    advantages, cfg = torch.tensor([[1.0, -1.0] * 4]), config(epsilon=0.5, delta=2.0)
     old = torch.zeros(1, 8)
-    logps = torch.tensor([[0.0, 0.0, 0.5, 0.5, 1.5, 1.5, 2.0, 2.0]]).log()
-    logps[:, :2] = 0.0
-    advantages = torch.tensor([[1.0, -1.0] * 4])
-    cfg = config(epsilon=0.5, delta=2.0)
-    grads = []
-    for call, dtype, kw in (
-        (reference.grpo_loss, torch.float32, {}),
-        (grpo_loss, torch.float32, {"backend": backend}),
-    ):
-        x = logps.to(dtype).requires_grad_()
-        call(x, advantages, old_logps=old, config=cfg, **kw).loss.backward()
-        grads.append(x.grad)
-    torch.testing.assert_close(grads[1], grads[0])
+
+    def loss(package, logps, **how):
+        x = logps.float()  # of float32 bounds
+        return package.grpo_loss(x, advantages, old_logps=old, config=cfg, **how).loss
+
+    exact, actual = exact_and_actual(loss, ratios.log(), backend=backend)
+    torch.testing.assert_close(actual[0].double(), exact[0])
 
 
 def test_gradient_flows_into_neither_old_nor_ref():
     batch = make_batch()
     old, ref = (x.nan_to_num(posinf=0).requires_grad_() for x in (batch.old_logps, batch.ref_logps))
     logps = torch.zeros_like(old, requires_grad=True)
-    out = grpo_loss(
-        logps, batch.advantages, batch.mask, old_logps=old, ref_logps=ref, config=config(beta=0.1)
-    )
-    out.loss.backward()
+    constants = {"old_logps": old, "ref_logps": ref, "config": config(beta=0.1)}
+    grpo_loss(logps, batch.advantages, batch.mask, **constants).loss.backward()
     assert logps.grad is not None and old.grad is None and ref.grad is None
 
 
@@ -99,7 +87,7 @@ LEVELS = {
 }
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("clamp", (None, 9.9), ids=("unclamped", "clamped"))
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
@@ -117,50 +105,53 @@ def test_gradient_of_the_kl_far_from_the_reference(estimator, level, clamp, back
         old = torch.linspace(-3, -0.1, distance.numel()).reshape(distance.shape)
         logps = old + 0.3 * torch.sin(7 * old)
         ref = logps + distance
-        gradients = []
-        for call, dtype, options in (
-            (reference.grpo_loss, torch.float64, {}),
-            (grpo_loss, torch.float32, {"backend": backend}),
-        ):
-            x, *constants = (x.to(dtype) for x in (logps, old, ref))
-            x.requires_grad_()
-            loss = call(
-                x, torch.zeros(len(x)).to(dtype), old_logps=constants[0], ref_logps=constants[1],
-                config=cfg, **options,
-            ).loss  # fmt: skip
-            loss.backward()
-            gradients.append(x.grad.double())
-        exact, actual = gradients
-        distance = (ref - logps).double()
+
+        def loss(package, x, old=old, ref=ref, **how):
+            constants = {"old_logps": old.to(x.dtype), "ref_logps": ref.to(x.dtype)}
+            advantages = x.new_zeros(len(x))
+            return package.grpo_loss(x, advantages, config=cfg, **constants, **how).loss
+
+        (exact,), (actual,) = exact_and_actual(loss, logps, backend=backend)
         assert exact.abs().max() > 0
         # Relative to each gradient or, where that has a root, to its smallest term; where a
         # sequence's tokens enter, to the largest of its gradients.
-        size = exact.abs().maximum(cfg.beta / exact.numel() * distance.abs().clamp(min=1))
+        least = (ref - logps).double().abs().clamp(min=1)
+        size = exact.abs().maximum(cfg.beta / exact.numel() * least)
         size = size.amax(1, keepdim=True) if level == "sequence" else size
         worst = ((actual - exact).abs() / size).max()
         assert worst <= 1e-5, f"d_logps: relative error {worst:.1e}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_type", ("dapo", "grpo", "gspo"))
 @pytest.mark.parametrize("shape", ((1, 7), (5, 1), (1, 1)))
-def test_one_sequence_and_one_token(shape, backend):
+def test_one_sequence_and_one_token(shape, loss_type, backend):
     """Advantages per sequence, `[B]`, every third of the caller's; no mask, so nothing is indexed.
 
     A kernel reads one value per token: a view of fewer would be read past its end.
     """
     g = torch.Generator().manual_seed(0)
     advantages = torch.randn(shape[0], 3, generator=g)[:, 0]
-    logps, old_logps = (-3 * torch.rand(shape, generator=g) for _ in range(2))
-    for loss_type in ("dapo", "grpo", "gspo"):
-        cfg, outs, grads = config(loss_type=loss_type, epsilon=0.9, epsilon_high=20.0), [], []
-        for call, dtype, how in (
-            (reference.grpo_loss, torch.float64, {}),
-            (grpo_loss, torch.float32, {"backend": backend}),
-        ):
-            leaf = logps.to(dtype).requires_grad_()
-            out = call(leaf, advantages.to(dtype), old_logps=old_logps.to(dtype), config=cfg, **how)
-            outs.append(out.loss)
-            grads.append(*torch.autograd.grad(out.loss, leaf))
-        torch.testing.assert_close(outs[1].double(), outs[0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(grads[1].double(), grads[0], rtol=1e-5, atol=1e-6)
-        assert grads[0].abs().max() > 0.01
+    logps, old = (-3 * torch.rand(shape, generator=g) for _ in range(2))
+    cfg, losses = config(loss_type=loss_type, epsilon=0.9, epsilon_high=20.0), []
+
+    def loss(package, x, **how):
+        constants = {"old_logps": old.to(x.dtype), "config": cfg}
+        losses.append(package.grpo_loss(x, advantages.to(x.dtype), **constants, **how).loss)
+        return losses[-1]
+
+    (exact,), (actual,) = exact_and_actual(loss, logps, backend=backend)
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-6)
+    assert exact.abs().max() > 0.01
+
+
+def test_an_entropy_bonus_without_a_mask():
+    """Found by calls drawn at random: an expanded gradient was scaled in place."""
+    logps, entropy, bonus = -torch.rand(4, 2) - 1, torch.rand(4, 2), config(entropy_coef=0.5)
+    grads = []
+    for mask in (None, torch.ones(4, 2, dtype=torch.bool)):
+        leaf = entropy.clone().requires_grad_()
+        (2 * grpo_loss(logps, torch.ones(4), mask, entropy=leaf, config=bonus).loss).backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads) and (grads[0] < 0).all()

@@ -1,61 +1,74 @@
-"""The cost of importing the package, and the rules about who may import whom."""
+"""The cost of an import, the rules about who may import whom, and lists that are written once."""
 
 import ast
+import inspect
 import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
+from importlib import import_module
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
 
+import grpo_kernels
+from grpo_kernels import Execution, LMHead, reference
+
 ROOT = Path(__file__).parents[1]
-HEAVY = ("transformers", "datasets", "accelerate", "triton", "torch._dynamo", "peft", "trl")
 
 
-def python(code: str) -> str:
-    # A plain checkout: nothing but the repository root on the path, from another folder.
+def python(code: str) -> list[str]:
+    """The lines that the code prints, from a plain checkout in another folder."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stderr
-    return run.stdout
+    return run.stdout.splitlines()
 
 
-def test_import_is_light():
-    code = f"""
+CPU_CALLS = """
 import sys
 import grpo_kernels
-print([name for name in {HEAVY} if name in sys.modules])
-"""
-    assert python(code).strip() == "[]"
+heavy = "transformers", "datasets", "accelerate", "triton", "torch._dynamo", "peft", "trl"
+print([name for name in heavy if name in sys.modules])
 
-
-def test_a_cpu_call_needs_neither_triton_nor_transformers():
-    code = """
-import sys, torch
-sys.modules["triton"] = sys.modules["datasets"] = sys.modules["transformers"] = None
-from grpo_kernels import fused_grpo_loss
-h, w = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-fused_grpo_loss(h, w, torch.zeros(2, 3, dtype=torch.long), torch.ones(2)).loss.backward()
+import torch
+sys.modules |= dict.fromkeys(("triton", "transformers", "datasets"))
+h, w = (torch.randn(n, 8, requires_grad=True) for n in (6, 50))
+grpo_kernels.fused_grpo_loss(h, w, torch.arange(6), torch.randn(6)).loss.backward()
+grpo_kernels.linear_logprobs(h, w, torch.arange(6)).logps.sum().backward()
 print(w.grad.norm() > 0)
+print(*[name for name in sys.modules if name.startswith("grpo_kernels")])
 """
-    assert python(code).strip() == "tensor(True)"
+OPTIONAL = re.compile(r"support|shards|many|sampler|training|integrations|reference|explain")
 
 
-def test_without_the_peers_integrations_say_what_to_install():
-    code = """
+def test_exact_calls_on_a_cpu_load_nothing_else():
+    """Neither heavy packages nor the files of options that they do not use."""
+    heavy, has_gradient, loaded = python(CPU_CALLS)
+    assert (heavy, has_gradient) == ("[]", "tensor(True)")
+    assert "grpo_kernels.head.chunked_head" in loaded.split()
+    assert not [x for x in loaded.split() if OPTIONAL.search(x.removeprefix("grpo_kernels"))]
+
+
+WITHOUT_PEERS = """
 import sys
-for name in ("transformers", "accelerate", "datasets", "peft", "trl", "liger_kernel"):
-    sys.modules[name] = None
+names = "transformers", "accelerate", "datasets", "peft", "trl", "liger_kernel"
+sys.modules |= dict.fromkeys(names)
 import grpo_kernels.integrations.liger, grpo_kernels.integrations.verl, grpo_kernels.doctor
 try:
     import grpo_kernels.integrations.transformers
 except ImportError as error:
     print(error)
 """
-    assert "pip install 'grpo_kernels[train]'" in python(code)
+
+
+def test_without_the_peers_integrations_say_what_to_install():
+    (error,) = python(WITHOUT_PEERS)
+    assert "pip install 'grpo_kernels[train]'" in error
 
 
 # Words that need a heading, or the sentence before, as their subject.
@@ -66,10 +79,7 @@ FIRST_WORDS = re.compile(
 )
 
 
-FOLDERS = ("grpo_kernels", "benchmarks", "examples", "packaging", "tests")
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", ("grpo_kernels", "benchmarks", "examples", "packaging", "tests"))
 def test_docstrings_begin_with_a_verb_or_a_noun(folder):
     refused = []
     for path in sorted((ROOT / folder).rglob("*.py")):
@@ -82,14 +92,14 @@ def test_docstrings_begin_with_a_verb_or_a_noun(folder):
 
 
 def test_every_public_name_has_a_docstring():
-    import grpo_kernels
-
-    for name in grpo_kernels.__all__:
-        assert getattr(grpo_kernels, name).__doc__, name
+    assert [name for name in grpo_kernels.__all__ if not getattr(grpo_kernels, name).__doc__] == []
 
 
 PACKAGE = ROOT / "grpo_kernels"
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 # Parts that may import packages of their extras.
 WITH_EXTRAS = ("explain", "integrations", "training")
 
@@ -107,19 +117,12 @@ def allowed_imports():
     return {part: {part, *allowed} for (part,), _, allowed in cells}
 
 
-def module_of(path):
-    """The module's name below the package, that of a folder `head.__init__`."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-
-
-MODULES = {module_of(path) for path in FILES}
-
-
-def imports_of(path):
-    """Modules of this package, and packages from outside, each with whether it is of this package.
+def imports_of(module):
+    """Modules of this package that a module imports, and packages from outside.
 
     Imports for type checkers alone are left out.
     """
+    path, ours, others = FILES[module], set(), set()
     tree = ast.parse(path.read_text())
     for_types = {
         node
@@ -127,37 +130,34 @@ def imports_of(path):
         if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
         for node in ast.walk(block)
     }
-    folders = path.relative_to(PACKAGE).parts[:-1]
+    parent = ".".join(("grpo_kernels", *path.relative_to(PACKAGE).parts[:-1]))
     for node in set(ast.walk(tree)) - for_types:
         if isinstance(node, ast.Import):
-            yield from ((alias.name.split(".")[0], False) for alias in node.names)
+            others |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            below = node.module.split(".") if node.module else []
-            if node.level == 0 and below[0] != "grpo_kernels":
-                yield below[0], False
+            place = resolve_name("." * node.level + (node.module or ""), parent)
+            if part_of(place) != "grpo_kernels":
+                others.add(part_of(place))
                 continue
-            above = folders[: len(folders) + 1 - node.level] if node.level else ()
-            place = [*above, *(below if node.level else below[1:])]
-            for alias in node.names:
-                module = [*place, alias.name]
-                names = (module, [*module, "__init__"], place, [*place, "__init__"])
-                yield next(x for x in map(".".join, names) if x in MODULES), True
+            place = place.removeprefix("grpo_kernels").removeprefix(".")
+            names = (f"{place}.{alias.name}".removeprefix(".") for alias in node.names)
+            ours |= {name if name in FILES else place or "__init__" for name in names}
+    return ours, others
 
 
 def test_every_module_is_in_the_table_of_parts():
-    assert set(allowed_imports()) == {part_of(module) for module in MODULES}
+    assert set(allowed_imports()) == {part_of(module) for module in FILES}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_what_its_part_may(path):
-    part = part_of(module_of(path))
+@pytest.mark.parametrize("module", FILES)
+def test_imports_what_its_part_may(module):
+    part = part_of(module)
     allowed = allowed_imports()[part]
-    for name, ours in imports_of(path):
-        if ours:
-            assert {name, part_of(name)} & allowed, f"{part} imports {name}"
-        elif part not in WITH_EXTRAS:
-            known = {"torch", *(["triton"] if part == "kernels" else []), *sys.stdlib_module_names}
-            assert name in known, f"{part} imports {name}"
+    ours, others = imports_of(module)
+    assert [x for x in ours if not {x, part_of(x)} & allowed] == []
+    if part not in WITH_EXTRAS:
+        known = {"torch", *(["triton"] if part == "kernels" else []), *sys.stdlib_module_names}
+        assert others <= known
 
 
 def test_loss_and_head_never_import_each_other():
@@ -169,7 +169,72 @@ def test_loss_and_head_never_import_each_other():
 
 def test_no_module_imports_itself_by_way_of_others():
     """At the head of its file or inside of a function."""
-    imported = {module_of(path): {x for x, ours in imports_of(path) if ours} for path in FILES}
+    imported = {module: imports_of(module)[0] for module in FILES}
     while leaves := {name for name, needs in imported.items() if not needs & set(imported)}:
         imported = {name: needs for name, needs in imported.items() if name not in leaves}
     assert not imported, f"in or behind a circle: {sorted(imported)}"
+
+
+# What is written once
+
+CALLS = ("fused_grpo_loss", "linear_logprobs", "grpo_loss")
+DROP_INS = {
+    "transformers": ("attach_fused_head", "Objective"),
+    "liger": ("FusedLinearGRPOLoss", "patch_liger"),
+    "verl": ("linear_cross_entropy", "patch_verl"),
+    "trl": ("FusedGRPOTrainer", "patch_trl"),
+}
+
+
+def test_the_plan_alone_knows_the_capabilities():
+    """Only the plan imports capabilities, and only inside of functions."""
+    optional = {"support", "shards", "many_targets", "two_heads"}
+    for path in [*PACKAGE.glob("*.py"), *(PACKAGE / "head").glob("*.py")]:
+        if path.stem in (*optional, "doctor"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            if (node.module or "").split(".")[-1] in optional:
+                # The package's `__getattr__` asks for what is public.
+                assert path.stem in ("plan", "__init__"), path
+                assert node.col_offset > 0, path
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_reference_takes_what_the_call_takes(call):
+    """But for how it is computed, and for the dtype that a rounding has."""
+    ours, theirs = (
+        set(inspect.signature(getattr(x, call)).parameters) for x in (grpo_kernels, reference)
+    )
+    if "loss_args" in theirs:  # the reference passes two of them
+        forwarded = set(inspect.signature(reference.grpo_loss).parameters) - {"logps", "entropy"}
+        theirs = theirs - {"loss_args"} | forwarded
+    assert ours - theirs <= {"execution", "backend", "entropy"}
+    assert theirs - ours <= {"rounded_to", "kl"}  # the exact one, of two models' logits
+
+
+@pytest.mark.parametrize("package", DROP_INS)
+def test_drop_ins_hand_on_an_execution(package):
+    """No list of its fields is written a second time."""
+    if package == "trl":
+        pytest.importorskip("trl", reason="TRL has left Python 3.10")
+    module = import_module(f"grpo_kernels.integrations.{package}")
+    for name in DROP_INS[package]:
+        parameters = set(inspect.signature(getattr(module, name)).parameters)
+        assert "execution" in parameters, name
+        assert not parameters & {field.name for field in fields(Execution)}, name
+
+
+@pytest.mark.parametrize(
+    ("described", "names"),
+    (
+        *((cls, [field.name for field in fields(cls)]) for cls in (LMHead, Execution)),
+        *((f, [*inspect.signature(f).parameters]) for f in map(vars(grpo_kernels).get, CALLS)),
+    ),
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_every_argument_is_described(described, names):
+    args = (inspect.getdoc(described) or "").split("Args:")[1]
+    args = re.split("Raises:|Returns:", args)[0]
+    assert re.findall(r"^    (\w+): ", args, re.MULTILINE) == names

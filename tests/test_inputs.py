@@ -16,7 +16,6 @@ from grpo_kernels import (
     Reference,
     Support,
     grpo_loss,
-    linear_logprobs,
     selective_log_softmax,
 )
 from tests.helpers.batches import EXECUTION_FIELDS, HEAD_FIELDS, called
@@ -24,16 +23,13 @@ from tests.helpers.quantised import Quantised
 
 B, T, H, V = 2, 3, 4, 7
 NAN, INF = float("nan"), float("inf")
-HEAD_ARGS = {"hidden", "weight", *HEAD_FIELDS}
+HEAD_CALLS = ("fused_grpo_loss", "linear_logprobs", "fused_distillation_loss")
+HEAD_ARGS = {"hidden", "weight", *HEAD_FIELDS, *EXECUTION_FIELDS}
+# Each call's arguments, those of its head and its execution among them; and `packed`.
 CALLS = {
-    "fused_grpo_loss": HEAD_ARGS | {*EXECUTION_FIELDS},
-    "linear_logprobs": HEAD_ARGS | {*EXECUTION_FIELDS},
-    "grpo_loss": {"packed"},
-    "fused_distillation_loss": HEAD_ARGS | {*EXECUTION_FIELDS},
-}
-CALLS = {
-    name: known | {*inspect.signature(getattr(grpo_kernels, name)).parameters, "packed"}
-    for name, known in CALLS.items()
+    name: {*inspect.signature(getattr(grpo_kernels, name)).parameters, "packed"}
+    | (HEAD_ARGS if name in HEAD_CALLS else set())
+    for name in (*HEAD_CALLS, "grpo_loss")
 }
 
 
@@ -63,199 +59,161 @@ def loss_call(**options):
     return {"config": GRPOLossConfig(**options)}
 
 
-HALVES, NO_MASK = torch.full((B, T), 0.5), {"mask": None}
-NOT_IDS = {"targets": torch.full((B, T), -100)}
+HALVES, NO_MASK, LOGPS = torch.full((B, T), 0.5), {"mask": None}, torch.full((B, T), -1.0)
+NOT_IDS, IDS_0 = {"targets": torch.full((B, T), -100)}, {"targets": torch.zeros(B, T).long()}
 BANS_0, NO_SETS = torch.zeros(V), Support(torch.zeros(0).long(), torch.zeros(B * T + 1).long())
 BANS_0[0] = -INF
 A, LORA_B = torch.randn(B, T, 3), torch.randn(V, 3)
-# Message: the changes of arguments that every call with these arguments refuses so.
-WRONG_TYPES = {
-    "hidden: expected a tensor; got list": {"hidden": [1.0]},
-    "hidden: expected dtype float32, bfloat16, float16; got float64: cast it, or use": {
-        "hidden": torch.zeros(B, T, H, dtype=torch.float64)
-    },
-    **{
-        f"{name}: expected a dense tensor that is not quantised; got Quantised": {key: given}
-        for name, key, given in (
-            ("weight", "weight", Quantised(torch.ones(V, H))),
-            ("bias", "bias", Quantised(torch.ones(V))),
-            (r"low_rank\[1\]", "low_rank", (A, Quantised(LORA_B))),
-            ("hidden", "hidden", Quantised(torch.ones(B, T, H))),
-        )
-    },
-    r"reference.head.weight: expected a dense .*; got Quantised \(torch.strided\): dequantise it": {
-        "reference": Reference(torch.zeros(B, T, H), Quantised(torch.ones(V, H)))
-    },
-    r"weight: expected a dense .*; got Tensor \(torch.sparse_coo\)": {
-        "weight": torch.ones(V, H).to_sparse()
-    },
-    r"hidden: expected a dense .*; got Tensor \(torch.strided\)": {
-        "hidden": torch.nested.nested_tensor([torch.ones(T, H)] * B)
-    },
-    "targets: expected dtype int64, .*; got float32": {"targets": torch.zeros(B, T)},
-    "mask: expected a tensor; got list": {"mask": [[1] * T] * B},
-    "old_logps: expected dtype float32, .*; got int64": {"old_logps": torch.ones(B, T).long()},
-    "ce_weights: expected a tensor; got float": {"ce_weights": 0.1},
-    "ce_weights: expected dtype float32, .*; got bool": {"ce_weights": torch.ones(B, T).bool()},
-    "config: expected a GRPOLossConfig; got dict": {"config": {"beta": 0.1}},
-    "num_items: expected a number; got str '5'": {"num_items": "5"},
-    "cu_seqlens: expected dtype int64, int32; got float32": sizes(0.0, 6.0),
-    "logit_scale: expected a number; got NoneType None": {"logit_scale": None},
-    "temperature: expected a number; got NoneType None": {"temperature": None},
-    r"low_rank: expected a pair.*": {"low_rank": A},
-    r"low_rank: expected a pair": {"low_rank": (A, LORA_B, LORA_B)},
-    r"low_rank\[0\]: expected dtype .* got float64": {"low_rank": (A.double(), LORA_B)},
-    "capturable: expected a bool; got 'yes'": {"capturable": "yes"},
-    "batch_invariant: expected a bool; got 1": {"batch_invariant": 1},
-    "matmul: expected a function of two tensors": {"matmul": "mm"},
-}
-WRONG_VALUES = {
-    r"hidden: expected shape \[B, T, H\] or \[N, H\]; got \[4\]": {"hidden": torch.zeros(H)},
-    r"weight: expected shape \[V, 4\]; got \[7, 5\]": {"weight": torch.zeros(V, H + 1)},
-    r"weight: expected shape \[V, H\]; got \[0\]. With ZeRO-3, call": {
-        "weight": torch.zeros(0)
-    },
-    "weight: expected a tensor on cpu; got one on meta": {
-        "weight": torch.zeros(V, H, device="meta")
-    },
-    r"targets: expected shape \[2, 3\]; got \[2, 4\]": {"targets": torch.ones(B, T + 1).long()},
-    r"targets: expected ids in \[0, 7\) at unmasked positions; got ids .*\(6 of them\)": {
-        "targets": torch.full((B, T), V)
-    },
-    r"targets: expected ids in \[0, 7\); got ids outside: mask .*\(6 of them\)": NOT_IDS | NO_MASK,
-    "targets: expected ids in": {"targets": torch.full((B, T), 10**6), "capturable": True},
-    r"advantages: expected shape \[2\] or \[2, 3\]; got \[3\]": {"advantages": torch.ones(B + 1)},
-    r"advantages: expected shape \[6\], or one per sequence together with cu_seqlens; got \[2\]": {
-        "packed": True, "advantages": torch.ones(B),
-    },
-    r"advantages: expected shape \[2\] \(one per sequence\) or \[6\]; got \[3\]": {
-        "advantages": torch.ones(3), **sizes(0, 3, 6),
-    },
-    r"advantages: expected \[6\] to be one per sequence or one per token": sizes(
-        0, 2, 2, 3, 4, 5, 6
-    ),
-    r"mask: expected shape \[2, 3\]; got \[2\]": {"mask": torch.ones(B)},
-    r"mask: expected 0 or 1; got other values \(6 of them\)": {"mask": HALVES},
-    r"mask: expected 0 or 1; got other values \(6 of them\).*": {
-        "mask": HALVES, "ce_weights": torch.zeros(B, T),
-    },
-    r"old_logps: expected shape \[2, 3\]; got \[2\]": {"old_logps": torch.zeros(B)},
-    "beta=0.1 needs the log-probs of the reference: pass ref_logps": loss_call(beta=0.1),
-    r"ce_weights: expected shape \[2, 3\]; got \[2\]": {"ce_weights": torch.zeros(B)},
-    r"targets: expected shape \[2, 3\]; got \[2\]": {
-        "ce_weights": torch.zeros(B, T), "targets": torch.zeros(B).long(),
-    },
-    r"ce_weights: expected shape \[2, 3\]; got \[2\].*": {"ce_weights": torch.zeros(B), **NO_MASK},
-    r"ce_weights: expected finite numbers; got NaN or inf \(2 of them\)": {
-        "ce_weights": torch.tensor([[1.0, NAN, 0.0]] * B), "mask": torch.zeros(B, T),
-    },
-    r"ce_weights: expected finite numbers; got NaN or inf \(6 of them\)": {
-        "ce_weights": torch.full((B, T), -INF), **NO_MASK,
-    },
-    r"targets: expected ids in \[0, 7\) at unmasked positions; got ids .*\(2 of them\)": {
-        "ce_weights": torch.tensor([[0.1, 0.0, 0.0]] * B), "mask": torch.zeros(B, T), **NOT_IDS,
-    },
-    r"bias: expected shape \[7\]; got \[4\]": {"bias": torch.zeros(H)},
-    r"bias: expected more than -inf at every unmasked target; .* -inf: .*\(6 of them\)": {
-        "bias": BANS_0, "targets": torch.zeros(B, T).long()
-    },
-    r"bias: expected more than -inf at every unmasked target; .* -inf: .*\(2 of them\)": {
-        "bias": BANS_0.bfloat16(), "targets": torch.zeros(B, T).long(), "softcap": 9.0,
-        "mask": torch.eye(B, T), "support": NO_SETS,
-    },
-    "bias: expected more than -inf at every unmasked target": {
-        "bias": BANS_0, "targets": torch.zeros(B, T).long(), "capturable": True
-    },
-    "logit_scale: expected a number > 0, as a float32; got 0": {"logit_scale": 0},
-    "logit_scale: expected a number > 0, as a float32; got -0.5": {"logit_scale": -0.5},
-    r"low_rank\[0\]: expected shape": {"low_rank": (A[..., :2], LORA_B)},
-    r"low_rank\[1\]: expected shape": {"low_rank": (A, LORA_B.T)},
-    "logits_dtype: expected 'fp32' or 'model'": {"logits_dtype": "bf16"},
-    "num_items: expected a number > 0, as a float32; got -5": {
-        "num_items": -5, **loss_call(loss_type="grpo"),
-    },
-    "num_items: expected a number > 0, as a float32; got -1": {"num_items": -1},
-    r"num_items: expected a 0-d tensor; got shape \[2\]": {"num_items": torch.ones(2)},
-    "num_items: expected a tensor on cpu; got one on meta": {
-        "num_items": torch.zeros((), device="meta")
-    },
-    "cu_seqlens does not work with padded input": {"cu_seqlens": torch.tensor([0, 3])},
-    "loss_type='grpo' with these options needs .*: pass cu_seqlens": {
-        "packed": True, **loss_call(loss_type="grpo"),
-    },
-    "loss_type='gspo' with these options needs .*: pass cu_seqlens": {
-        "packed": True, **loss_call(loss_type="gspo", aggregation="dapo"),
-    },
-    "cu_seqlens: expected to end at N = 6; got no sequence at all": {
-        **sizes(0), **loss_call(loss_type="grpo"),
-    },
-    "cu_seqlens: expected to start at 0, never to decrease, and to end at N = 6": sizes(0, 3, 5),
-    "cu_seqlens: expected to start at 0, never to decrease": sizes(0, 5, 3, 6),
-    r"cu_seqlens: expected shape \[B \+ 1\]; got \[\]": {
-        "packed": True, "cu_seqlens": torch.tensor(6),
-    },
-    "is_correction='token_mask' needs the sampler's log-probs: pass sampling_logps": (
-        loss_call(is_correction="token_mask")
-    ),
-    r"sampling_logps: expected shape \[2, 3\]; got \[2, 4\]": {
-        "sampling_logps": torch.zeros(B, T + 1)
-    },
-    "temperature: expected a number > 0, as a float32; got 0": {"temperature": 0},
-    r"temperature: expected shape \[2, 3\]; got \[2\]": {"temperature": torch.ones(B)},
-    r"temperature: expected finite numbers > 0; got others \(4 of them\)": {
-        "temperature": torch.tensor([[1.0, 0.0, -1.0], [1.0, NAN, INF]])
-    },
-    "temperature: expected a constant; got a tensor requiring grad": {
-        "temperature": torch.ones(B, T, requires_grad=True)
-    },
-    "temperature: expected a number > 0, as a float32; got 1e\\+39": {"temperature": 1e39},
-    "logit_scale: expected a number > 0, as a float32; got 1e-46": {"logit_scale": 1e-46},
-    "num_items: expected a number > 0, as a float32; got 1000": {"num_items": 10**400},
-    r"logps: expected more than -inf at unmasked positions; got .* \(2 of them\)": {
-        "logps": torch.full((B, T), -INF), "mask": torch.eye(B, T),
-    },
-    "softcap: expected a number > 0, as a float32; got -1.0": {"softcap": -1.0},
-    "backend: expected one of auto, triton, torch; got 'cuda'": {"backend": "cuda"},
-    "chunk_bytes: expected a positive int, or None; got 0": {"chunk_bytes": 0},
+QUANTISED = "expected a dense tensor that is not quantised; got Quantised"
+# A message, and the changes of arguments that every call with these arguments refuses so.
+WRONG_TYPES = (
+    ("hidden: expected a tensor; got list", {"hidden": [1.0]}),
+    ("hidden: expected dtype float32, bfloat16, float16; got float64: cast it, or use",
+     {"hidden": torch.zeros(B, T, H, dtype=torch.float64)}),
+    (f"hidden: {QUANTISED}", {"hidden": Quantised(torch.ones(B, T, H))}),
+    (f"weight: {QUANTISED}", {"weight": Quantised(torch.ones(V, H))}),
+    (f"bias: {QUANTISED}", {"bias": Quantised(torch.ones(V))}),
+    (rf"low_rank\[1\]: {QUANTISED}", {"low_rank": (A, Quantised(LORA_B))}),
+    (rf"reference.head.weight: {QUANTISED} \(torch.strided\): dequantise it",
+     {"reference": Reference(torch.zeros(B, T, H), Quantised(torch.ones(V, H)))}),
+    (r"weight: expected a dense .*; got Tensor \(torch.sparse_coo\)",
+     {"weight": torch.ones(V, H).to_sparse()}),
+    (r"hidden: expected a dense .*; got Tensor \(torch.strided\)",
+     {"hidden": torch.nested.nested_tensor([torch.ones(T, H)] * B)}),
+    ("targets: expected dtype int64, .*; got float32", {"targets": torch.zeros(B, T)}),
+    ("mask: expected a tensor; got list", {"mask": [[1] * T] * B}),
+    ("old_logps: expected dtype float32, .*; got int64", {"old_logps": torch.ones(B, T).long()}),
+    ("ce_weights: expected a tensor; got float", {"ce_weights": 0.1}),
+    ("ce_weights: expected dtype float32, .*; got bool", {"ce_weights": torch.ones(B, T).bool()}),
+    ("config: expected a GRPOLossConfig; got dict", {"config": {"beta": 0.1}}),
+    ("num_items: expected a number; got str '5'", {"num_items": "5"}),
+    ("cu_seqlens: expected dtype int64, int32; got float32", sizes(0.0, 6.0)),
+    ("logit_scale: expected a number; got NoneType None", {"logit_scale": None}),
+    ("temperature: expected a number; got NoneType None", {"temperature": None}),
+    ("low_rank: expected a pair", {"low_rank": A}),
+    ("low_rank: expected a pair", {"low_rank": (A, LORA_B, LORA_B)}),
+    (r"low_rank\[0\]: expected dtype .* got float64", {"low_rank": (A.double(), LORA_B)}),
+    ("capturable: expected a bool; got 'yes'", {"capturable": "yes"}),
+    ("batch_invariant: expected a bool; got 1", {"batch_invariant": 1}),
+    ("matmul: expected a function of two tensors", {"matmul": "mm"}),
+)  # fmt: skip
+WRONG_VALUES = (
+    (r"hidden: expected shape \[B, T, H\] or \[N, H\]; got \[4\]", {"hidden": torch.zeros(H)}),
+    (r"weight: expected shape \[V, 4\]; got \[7, 5\]", {"weight": torch.zeros(V, H + 1)}),
+    (r"weight: expected shape \[V, H\]; got \[0\]. With ZeRO-3, call",
+     {"weight": torch.zeros(0)}),
+    ("weight: expected a tensor on cpu; got one on meta",
+     {"weight": torch.zeros(V, H, device="meta")}),
+    (r"targets: expected shape \[2, 3\]; got \[2, 4\]", {"targets": torch.ones(B, T + 1).long()}),
+    (r"targets: expected ids in \[0, 7\) at unmasked positions; got ids .*\(6 of them\)",
+     {"targets": torch.full((B, T), V)}),
+    (r"targets: expected ids in \[0, 7\); got ids outside: mask .*\(6 of them\)", NOT_IDS | NO_MASK),
+    ("targets: expected ids in", {"targets": torch.full((B, T), 10**6), "capturable": True}),
+    (r"advantages: expected shape \[2\] or \[2, 3\]; got \[3\]", {"advantages": torch.ones(B + 1)}),
+    (r"advantages: expected shape \[6\], or one per sequence together with cu_seqlens; got \[2\]",
+     {"packed": True, "advantages": torch.ones(B)}),
+    (r"advantages: expected shape \[2\] \(one per sequence\) or \[6\]; got \[3\]",
+     {"advantages": torch.ones(3), **sizes(0, 3, 6)}),
+    (r"advantages: expected \[6\] to be one per sequence or one per token",
+     sizes(0, 2, 2, 3, 4, 5, 6)),
+    (r"mask: expected shape \[2, 3\]; got \[2\]", {"mask": torch.ones(B)}),
+    (r"mask: expected 0 or 1; got other values \(6 of them\)", {"mask": HALVES}),
+    (r"mask: expected 0 or 1; got other values \(6 of them\)",
+     {"mask": HALVES, "ce_weights": torch.zeros(B, T)}),
+    (r"old_logps: expected shape \[2, 3\]; got \[2\]", {"old_logps": torch.zeros(B)}),
+    ("beta=0.1 needs the log-probs of the reference: pass ref_logps",
+     loss_call(beta=0.1)),
+    (r"ce_weights: expected shape \[2, 3\]; got \[2\]", {"ce_weights": torch.zeros(B)}),
+    (r"ce_weights: expected shape \[2, 3\]; got \[2\]", {"ce_weights": torch.zeros(B), **NO_MASK}),
+    (r"targets: expected shape \[2, 3\]; got \[2\]",
+     {"ce_weights": torch.zeros(B, T), "targets": torch.zeros(B).long()}),
+    (r"ce_weights: expected finite numbers; got NaN or inf \(2 of them\)",
+     {"ce_weights": torch.tensor([[1.0, NAN, 0.0]] * B), "mask": torch.zeros(B, T)}),
+    (r"ce_weights: expected finite numbers; got NaN or inf \(6 of them\)",
+     {"ce_weights": torch.full((B, T), -INF), **NO_MASK}),
+    (r"targets: expected ids in \[0, 7\) at unmasked positions; got ids .*\(2 of them\)",
+     {"ce_weights": torch.tensor([[0.1, 0.0, 0.0]] * B), "mask": torch.zeros(B, T), **NOT_IDS}),
+    (r"bias: expected shape \[7\]; got \[4\]", {"bias": torch.zeros(H)}),
+    (r"bias: expected more than -inf at every unmasked target; .* -inf: .*\(6 of them\)",
+     {"bias": BANS_0, **IDS_0}),
+    (r"bias: expected more than -inf at every unmasked target; .* -inf: .*\(2 of them\)",
+     {"bias": BANS_0.bfloat16(), **IDS_0, "softcap": 9.0, "mask": torch.eye(B, T),
+      "support": NO_SETS}),
+    ("bias: expected more than -inf at every unmasked target",
+     {"bias": BANS_0, **IDS_0, "capturable": True}),
+    ("logit_scale: expected a number > 0, as a float32; got 0", {"logit_scale": 0}),
+    ("logit_scale: expected a number > 0, as a float32; got 1e-46", {"logit_scale": 1e-46}),
+    (r"low_rank\[0\]: expected shape", {"low_rank": (A[..., :2], LORA_B)}),
+    (r"low_rank\[1\]: expected shape", {"low_rank": (A, LORA_B.T)}),
+    ("logits_dtype: expected 'fp32' or 'model'", {"logits_dtype": "bf16"}),
+    ("num_items: expected a number > 0, as a float32; got -1", {"num_items": -1}),
+    ("num_items: expected a number > 0, as a float32; got 1000", {"num_items": 10**400}),
+    (r"num_items: expected a 0-d tensor; got shape \[2\]", {"num_items": torch.ones(2)}),
+    ("num_items: expected a tensor on cpu; got one on meta",
+     {"num_items": torch.zeros((), device="meta")}),
+    ("cu_seqlens does not work with padded input", {"cu_seqlens": torch.tensor([0, 3])}),
+    ("loss_type='grpo' with these options needs .*: pass cu_seqlens",
+     {"packed": True, **loss_call(loss_type="grpo")}),
+    ("loss_type='gspo' with these options needs .*: pass cu_seqlens",
+     {"packed": True, **loss_call(loss_type="gspo", aggregation="dapo")}),
+    ("cu_seqlens: expected to end at N = 6; got no sequence at all",
+     {**sizes(0), **loss_call(loss_type="grpo")}),
+    ("cu_seqlens: expected to start at 0, never to decrease, and to end at N = 6", sizes(0, 3, 5)),
+    ("cu_seqlens: expected to start at 0, never to decrease", sizes(0, 5, 3, 6)),
+    (r"cu_seqlens: expected shape \[B \+ 1\]; got \[\]",
+     {"packed": True, "cu_seqlens": torch.tensor(6)}),
+    ("is_correction='token_mask' needs the sampler's log-probs: pass sampling_logps",
+     loss_call(is_correction="token_mask")),
+    (r"sampling_logps: expected shape \[2, 3\]; got \[2, 4\]",
+     {"sampling_logps": torch.zeros(B, T + 1)}),
+    ("temperature: expected a number > 0, as a float32; got 0", {"temperature": 0}),
+    ("temperature: expected a number > 0, as a float32; got 1e\\+39", {"temperature": 1e39}),
+    (r"temperature: expected shape \[2, 3\]; got \[2\]", {"temperature": torch.ones(B)}),
+    (r"temperature: expected finite numbers > 0; got others \(4 of them\)",
+     {"temperature": torch.tensor([[1.0, 0.0, -1.0], [1.0, NAN, INF]])}),
+    ("temperature: expected a constant; got a tensor requiring grad",
+     {"temperature": torch.ones(B, T, requires_grad=True)}),
+    (r"logps: expected more than -inf at unmasked positions; got .* \(2 of them\)",
+     {"logps": torch.full((B, T), -INF), "mask": torch.eye(B, T)}),
+    ("softcap: expected a number > 0, as a float32; got -1.0", {"softcap": -1.0}),
+    ("backend: expected one of auto, triton, torch; got 'cuda'", {"backend": "cuda"}),
+    ("chunk_bytes: expected a positive int, or None; got 0", {"chunk_bytes": 0}),
     # Arguments of `grpo_loss` only.
-    r"logps: expected shape \[B, T\] \(padded\) or \[N\]": {"logps": torch.zeros(2, 3, 4)},
-    "entropy_coef=0.1 needs the entropy of every token: pass entropy": {
-        "logps": torch.zeros(B, T), **loss_call(entropy_coef=0.1),
-    },
-    r"entropy: expected shape \[2, 3\]; got \[2\]": {
-        "logps": torch.zeros(B, T), "entropy": torch.ones(B),
-    },
-}  # fmt: skip
-CASES = [
-    pytest.param(call, changes, error, message, id=f"{call}-{message}")
-    for error, table in ((TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES))
-    for message, changes in table.items()
-    for call, known in CALLS.items()
-    if changes.keys() <= known
-]
+    (r"logps: expected shape \[B, T\] \(padded\) or \[N\]", {"logps": torch.zeros(2, 3, 4)}),
+    ("entropy_coef=0.1 needs the entropy of every token: pass entropy",
+     {"logps": LOGPS, **loss_call(entropy_coef=0.1)}),
+    (r"entropy: expected shape \[2, 3\]; got \[2\]", {"logps": LOGPS, "entropy": torch.ones(B)}),
+)  # fmt: skip
+TABLES = ((TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES))
+WRONG = [(error, message, changes) for error, table in TABLES for message, changes in table]
+CASES = [(call, *x) for x in WRONG for call, known in CALLS.items() if x[-1].keys() <= known]
 
 
-@pytest.mark.parametrize(("call", "changes", "error", "message"), CASES)
-def test_refuses(call, changes, error, message):
+@pytest.mark.parametrize(("call", "error", "message", "changes"), CASES)
+def test_refuses(call, error, message, changes):
     arguments = arguments_of(call, **changes)
     with pytest.raises(error, match=f"^{message}"):
         called(grpo_kernels, call, arguments)
 
 
 def test_every_case_is_tried():
-    assert {case.values[3] for case in CASES} == {*WRONG_TYPES, *WRONG_VALUES}
+    assert {message for _, _, message, _ in CASES} == {message for _, message, _ in WRONG}
 
 
-def test_selective_log_softmax():
-    logits, targets = torch.zeros(B, T, V), torch.zeros(B, T, dtype=torch.long)
-    for arguments, error, message in (
-        ((torch.zeros(V), targets), ValueError, r"logits: expected shape \[B, T, V\] or \[N, V\]"),
-        ((logits.double(), targets), TypeError, "logits: expected dtype float32, .* got float64"),
-        ((logits, targets[:1]), ValueError, r"targets: expected shape \[2, 3\]; got \[1, 3\]"),
-        ((logits, targets - 1), ValueError, r"targets: expected ids in \[0, 7\); got ids outside"),
-    ):
-        with pytest.raises(error, match=message):
-            selective_log_softmax(*arguments)
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    (
+        ({"logits": torch.zeros(V)}, ValueError, r"logits: expected shape \[B, T, V\] or \[N, V\]"),
+        ({"logits": torch.zeros(B, T, V).double()}, TypeError,
+         "logits: expected dtype float32, .* got float64"),
+        ({"targets": torch.zeros(1, T).long()}, ValueError,
+         r"targets: expected shape \[2, 3\]; got \[1, 3\]"),
+        (NOT_IDS, ValueError, r"targets: expected ids in \[0, 7\); got ids outside"),
+    ),
+)  # fmt: skip
+def test_selective_log_softmax(changes, error, message):
+    with pytest.raises(error, match=message):
+        selective_log_softmax(**{"logits": torch.zeros(B, T, V), **IDS_0, **changes})
 
 
 def test_triton_on_a_cpu_says_what_it_needs(monkeypatch):
@@ -299,25 +257,6 @@ def test_a_target_that_a_reference_bans():
     assert loss(beta=0.1, kl_estimator="exact").metrics["kl"] == INF
 
 
-@pytest.mark.parametrize("entries", (False, True))
-def test_banned_ids_that_are_looked_up(entries):
-    """No sampled tokens: several ids per token, and all ids of a set, have log-prob -inf."""
-    hidden, weight = torch.randn(B * T, H, requires_grad=True), torch.randn(V, H)
-    ids = torch.tensor([0, 3, 5]).expand(B * T, 3)
-    kwargs = {"targets": ids}
-    if entries:
-        offsets = torch.arange(0, 3 * B * T + 1, 3)
-        kwargs = {"targets": None, "support": Support(ids.flatten(), offsets), "entries": True}
-    logps = linear_logprobs(hidden, LMHead(weight, BANS_0), **kwargs).logps.view(B * T, 3)
-    logits = hidden @ weight.T + BANS_0
-    logits = logits[:, [0, 3, 5]] if entries else logits
-    expected = logits.log_softmax(1)[:, :3] if entries else logits.log_softmax(1)[:, [0, 3, 5]]
-    torch.testing.assert_close(logps, expected)
-    assert (logps[:, 0] == -INF).all()
-    grads = [torch.autograd.grad(x[:, 1:].sum(), hidden)[0] for x in (logps, expected)]
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
-
-
 NUMBERS = (7, 7.0, np.int64(7), np.uint8(7), np.float32(7), torch.tensor(7),
            torch.tensor(7, dtype=torch.uint8), torch.tensor(7.0).double())  # fmt: skip
 NO_NUMBERS = (True, np.True_, torch.tensor(True), torch.tensor(7j), "7", [7], np.ones(1))
@@ -352,58 +291,36 @@ def test_num_items(call, capturable):
             loss(mask=torch.zeros(B, T), num_items=torch.tensor(number))
 
 
-LOGPS = torch.full((B, T), -1.0)
 SUPPORT = Support(torch.zeros(B * T, dtype=torch.int32), torch.arange(B * T + 1))
-WITH_REFERENCE = {"reference": Reference(torch.randn(B, T, 2), torch.randn(V, 2))}
+REFERENCE = {"reference": Reference(torch.randn(B, T, 2), torch.randn(V, 2))}
+HEAD = {"hidden": torch.randn(B, T, H), "head": torch.randn(V, H)}
+MASK, ADVANTAGES = {"mask": torch.ones(B, T)}, {"advantages": torch.ones(B)}
+CONSTANTS = dict.fromkeys(("old_logps", "ref_logps", "sampling_logps", "ce_weights"), LOGPS)
+CONSTANTS |= {**MASK, **ADVANTAGES, "num_items": 3}
 # Arguments of every public call; with a name after "#", others of the same one.
 GOOD = {
-    "fused_grpo_loss": {
-        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
-        "targets": torch.zeros(B, T, dtype=torch.long), "mask": torch.ones(B, T), "num_items": 3,
-        **dict.fromkeys(("old_logps", "ref_logps", "sampling_logps", "ce_weights"), LOGPS),
-        "support": SUPPORT,
-    },
-    "fused_grpo_loss#reference": {
-        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
-        "targets": torch.zeros(B, T, dtype=torch.long), **WITH_REFERENCE,
-    },
+    "fused_grpo_loss": {**HEAD, **IDS_0, **CONSTANTS, "support": SUPPORT},
+    "fused_grpo_loss#reference": {**HEAD, **IDS_0, **ADVANTAGES, **REFERENCE},
     "fused_grpo_loss#packed": {
-        "hidden": torch.randn(B * T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
+        "hidden": torch.randn(B * T, H), "head": torch.randn(V, H), **ADVANTAGES,
         "targets": torch.zeros(B * T, dtype=torch.long), "cu_seqlens": torch.tensor([0, 2, 6]),
     },
-    "fused_distillation_loss": {
-        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "mask": torch.ones(B, T),
-        "num_items": 3, **WITH_REFERENCE,
-    },
-    "linear_logprobs": {
-        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "mask": torch.ones(B, T),
-        "targets": torch.zeros(B, T, dtype=torch.long), "support": SUPPORT,
-    },
-    "linear_logprobs#entries": {
-        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "support": SUPPORT,
-        "targets": None, "entries": True,
-    },
-    "grpo_loss": {
-        "logps": LOGPS, "advantages": torch.ones(B), "mask": torch.ones(B, T), "num_items": 3,
-        **dict.fromkeys(("old_logps", "ref_logps", "sampling_logps", "ce_weights"), LOGPS),
-        "entropy": LOGPS,
-    },
-    "selective_log_softmax": {
-        "logits": torch.randn(B, T, V), "targets": torch.zeros(B, T, dtype=torch.long),
-        "temperature": 1.0,
-    },
+    "fused_distillation_loss": {**HEAD, **MASK, "num_items": 3, **REFERENCE},
+    "linear_logprobs": {**HEAD, **IDS_0, **MASK, "support": SUPPORT},
+    "linear_logprobs#entries": {**HEAD, "targets": None, "support": SUPPORT, "entries": True},
+    "grpo_loss": {"logps": LOGPS, **CONSTANTS, "entropy": LOGPS},
+    "selective_log_softmax": {"logits": torch.randn(B, T, V), **IDS_0, "temperature": 1.0},
     "group_advantages": {
         "rewards": torch.randn(4), "groups": 2, "lengths": torch.ones(4), "baseline": "length",
     },
-    "per_token_kl": {"logps": LOGPS, "ref_logps": LOGPS, "mask": torch.ones(B, T)},
+    "per_token_kl": {"logps": LOGPS, "ref_logps": LOGPS, **MASK},
     "topk_kl": {"logps": LOGPS, "teacher_logps": LOGPS},
     "topk_kl#offsets": {
         **dict.fromkeys(("logps", "teacher_logps"), LOGPS.flatten()),
         "offsets": torch.tensor([0, 2, 6]),
     },
     "check_sampler": {
-        **dict.fromkeys(("sampling_logps", "logps_fp32", "logps_model"), LOGPS),
-        "mask": torch.ones(B, T),
+        **dict.fromkeys(("sampling_logps", "logps_fp32", "logps_model"), LOGPS), **MASK,
     },
 }  # fmt: skip
 NO_TENSORS = (None, [0.0], "x", np.zeros((B, T)), SimpleNamespace(last_hidden_state=LOGPS))

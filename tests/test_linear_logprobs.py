@@ -1,4 +1,4 @@
-"""`linear_logprobs` against the float64 reference: values and gradients, every option."""
+"""`linear_logprobs` beyond pairs of options, which are in `test_pairs.py`."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from grpo_kernels import linear_logprobs, reference
 from tests.helpers.batches import make_batch, relative_error
 from tests.helpers.half_gemms import imitate
+from tests.helpers.head_options import exact_and_actual
 
 
 def test_the_reference_agrees_with_plain_pytorch():
@@ -26,16 +27,12 @@ def test_the_reference_agrees_with_plain_pytorch():
 def test_empty(shape):
     hidden = torch.randn(*shape, 8, requires_grad=True)
     weight = torch.randn(11, 8, requires_grad=True)
-    out = linear_logprobs(hidden, weight, torch.zeros(shape, dtype=torch.long), entropy=True)
+    args = hidden, weight, torch.zeros(shape, dtype=torch.long)
+    out = linear_logprobs(*args, entropy=True)
     (out.logps.sum() + out.entropy.sum()).backward()
     assert out.logps.shape == shape
     assert (weight.grad == 0).all() and hidden.grad.shape == hidden.shape
-
-
-def test_entropy_is_none_unless_asked_for():
-    batch = make_batch()
-    out = linear_logprobs(batch.hidden, batch.weight, batch.targets, mask=batch.mask)
-    assert out.entropy is None
+    assert linear_logprobs(*args).entropy is None
 
 
 @pytest.mark.parametrize("N", (1, 131_072))
@@ -43,33 +40,26 @@ def test_half_precision_products_keep_small_gradients(N, monkeypatch):
     """Imitates a GPU's float16 gradient of the logits, for which 1 / N times p is far too small."""
     imitate(monkeypatch, torch.float16)
     batch = make_batch(B=6, T=11)
-    grads = []
-    for call, dtype in (
-        (linear_logprobs, torch.float32),
-        (reference.linear_logprobs, torch.float64),
-    ):
-        head = [x.half().to(dtype).requires_grad_() for x in (batch.hidden, batch.weight)]
-        (call(*head, batch.targets, mask=batch.mask).logps.sum() / N).backward()
-        grads.append([x.grad for x in head])
-    for actual, truth in zip(*grads, strict=True):
-        assert relative_error(actual, truth) <= 1e-3
+
+    def loss(package, *head):
+        return package.linear_logprobs(*head, batch.targets, batch.mask).logps.sum() / N
+
+    exact, actual = exact_and_actual(loss, batch.hidden.half(), batch.weight.half())
+    for x, truth in zip(actual, exact, strict=True):
+        assert relative_error(x, truth) <= 1e-3
 
 
-@pytest.mark.parametrize("weights", ((1.0, 0.3, 0.0), (0.0, 0.3, 0.0), (1.0, 0.0, -0.2)))
-def test_a_frozen_head_with_more_than_a_log_prob_s_gradient(weights):
+@pytest.mark.parametrize("factors", ((1.0, 0.3, 0.0), (0.0, 0.3, 0.0), (1.0, 0.0, -0.2)))
+def test_a_frozen_head_with_more_than_a_log_prob_s_gradient(factors):
     """The gradient that the forward keeps is that of the log-probs alone."""
-    batch, grads = make_batch(), []
-    mask = batch.mask
-    for call, dtype in (
-        (linear_logprobs, torch.float32),
-        (reference.linear_logprobs, torch.float64),
-    ):
-        hidden = torch.nan_to_num(batch.hidden).to(dtype).requires_grad_()
-        head = batch.weight.to(dtype)
-        options = {"entropy": True} if call is linear_logprobs else {}
-        out = call(hidden, head, batch.targets, mask=mask, **options)
-        outputs = out.logps, out.entropy, out.logsumexp
-        used = [(w, x) for w, x in zip(weights, outputs, strict=True) if w]
-        sum(w * (x * mask * batch.advantages[:, None]).sum() for w, x in used).backward()
-        grads.append(hidden.grad)
-    assert grads[1].norm() > 0 and relative_error(*grads) <= 2e-5
+    batch = make_batch()
+    signs = batch.mask * batch.advantages[:, None]
+
+    def loss(package, hidden, **how):
+        head = batch.weight.to(hidden.dtype)
+        out = package.linear_logprobs(hidden, head, batch.targets, batch.mask, **how)
+        outputs = zip(factors, (out.logps, out.entropy, out.logsumexp), strict=True)
+        return sum(factor * (x * signs).sum() for factor, x in outputs if factor)
+
+    (exact,), (actual,) = exact_and_actual(loss, batch.hidden.nan_to_num(), entropy=True)
+    assert exact.norm() > 0 and relative_error(actual, exact) <= 2e-5

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import grpo_kernels
 from grpo_kernels import (
     Execution,
     GRPOLossConfig,
@@ -11,20 +10,21 @@ from grpo_kernels import (
     Support,
     fused_grpo_loss,
     linear_logprobs,
-    reference,
 )
-from tests.helpers.batches import (
-    config,
-    exact_batch,
-    make_batch,
-    relative_error,
-    run_fused,
-)
+from tests.helpers.batches import config, exact_batch, make_batch, relative_error, run_fused
 from tests.helpers.half_gemms import imitate
-from tests.helpers.head_options import BACKENDS, CHUNK, OPTIONS, expect_equal, objective_options
+from tests.helpers.head_options import (
+    BACKENDS,
+    CHUNK,
+    OPTIONS,
+    exact_and_actual,
+    expect_equal,
+    objective_options,
+)
 from tests.helpers.supports import csr
 
 ROUNDED = {"logits_dtype": "model"}
+BANNED = 40
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
@@ -34,9 +34,8 @@ def test_gemms_in_half_precision_round_their_own_result(option, dtype, monkeypat
     config_options, options = OPTIONS[option]
     head = {**options.get("head", {}), **ROUNDED}
     options = {**options, "head": head, "config": config(**config_options), "scale": 4.0}
-    batch = exact_batch(dtype, B=8, T=16)
     how = Execution(chunk_bytes=24 * 1003 * 5)
-    expect_equal(batch, options, tolerance=5e-3, execution=how)
+    expect_equal(exact_batch(dtype, B=8, T=16), options, tolerance=5e-3, execution=how)
 
 
 def test_log_probs_are_those_of_an_eager_head_in_bf16():
@@ -62,15 +61,12 @@ def test_nothing_is_rounded_in_float32():
 
 def test_autocast_says_what_the_model_s_dtype_is():
     batch = exact_batch()
-    hidden, head = batch.hidden.float(), LMHead(batch.weight.float(), **ROUNDED)
+    args = batch.targets, batch.mask
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = linear_logprobs(hidden, head, batch.targets, batch.mask).logps
-    head = LMHead(batch.weight, **ROUNDED)
-    half = linear_logprobs(batch.hidden, head, batch.targets, batch.mask).logps
+        head = LMHead(batch.weight.float(), **ROUNDED)
+        ours = linear_logprobs(batch.hidden.float(), head, *args).logps
+    half = linear_logprobs(batch.hidden, LMHead(batch.weight, **ROUNDED), *args).logps
     assert torch.equal(ours, half)
-
-
-BANNED = 40
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -78,7 +74,7 @@ BANNED = 40
 @pytest.mark.parametrize("objective", ("old_logps", "entropy", "is_sequence_on_policy"))
 def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
     """A banned entry has no probability and no gradient, as if the head lacked the row."""
-    batch = make_batch()
+    batch, fewer = make_batch(), make_batch()
     batch.targets = torch.where(batch.targets < BANNED, batch.targets + BANNED, batch.targets)
     batch.targets = batch.targets.masked_fill(~batch.mask, -100)
     batch.bias[:BANNED] = -torch.inf
@@ -87,9 +83,7 @@ def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
     if softcap is not None:
         options["head"] |= {"softcap": softcap, "temperature": True, "logit_scale": 0.8}
     banned = expect_equal(batch, options)
-    fewer = make_batch()
-    for name in ("weight", "bias"):
-        setattr(fewer, name, getattr(batch, name)[BANNED:].contiguous())
+    fewer.weight, fewer.bias = fewer.weight[BANNED:], fewer.bias[BANNED:]
     fewer.targets = batch.targets - BANNED
     without = run_fused(fewer, exact=False, **options)
     assert abs(banned.loss - without.loss) < 1e-6
@@ -104,50 +98,52 @@ def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
 def test_a_softcap_keeps_the_digits_of_its_slope_where_it_is_flat(call, lift, backend):
     """Logits of 124 under a cap of 30, which models reach; the slope there is 1e-3, then 6e-6."""
     batch = exact_batch(V=211)
-    hidden, targets, mask = batch.hidden.nan_to_num(), batch.targets, batch.mask
-    results = []
-    for module, dtype in ((reference, torch.float64), (grpo_kernels, torch.float32)):
-        leaves = [
-            x.to(dtype, copy=True).requires_grad_()
-            for x in (hidden, batch.weight, batch.bias + lift)
-        ]
-        head = LMHead(*leaves[1:], softcap=30.0, temperature=0.8)
-        how = {} if module is reference else {"execution": Execution(backend=backend)}
+    ids = batch.targets.clamp(min=0)
+    several = torch.stack([ids, (ids * 7 + 1) % 211, ids], -1)
+    sets = Support(several[..., :2].flatten(), torch.arange(ids.numel() + 1) * 2)
+    targets = {"several": several, "entries": None}.get(call, ids)
+    kept = {"support": sets, "entries": True} if call == "entries" else {}
+
+    def loss(package, hidden, weight, bias, **how):
+        head = LMHead(weight, bias, softcap=30.0, temperature=0.8)
         if call in ("loss", "entropy"):
             cfg = GRPOLossConfig(entropy_coef=0.1 * (call == "entropy"))
-            advantages = batch.advantages.to(dtype)
-            module.fused_grpo_loss(
-                leaves[0], head, targets, advantages, mask, config=cfg, **how
-            ).loss.backward()
-        else:
-            ids = targets.clamp(min=0)
-            several = torch.stack([ids, (ids * 7 + 1) % 211, ids], -1)
-            if call == "entries":
-                ids, several = None, several[..., :2]
-                offsets = torch.arange(mask.numel() + 1) * 2
-                how |= {"support": Support(several.flatten(), offsets), "entries": True}
-            target_ids = several if call == "several" else ids
-            logps = module.linear_logprobs(leaves[0], head, target_ids, **how).logps
-            (logps * (torch.arange(logps.numel()) % 5).view(logps.shape)).sum().backward()
-        results.append([x.grad for x in leaves])
-    for truth, actual in zip(*results, strict=True):
-        assert truth.norm() > 0 and relative_error(actual, truth) < 2e-5
+            args = batch.targets, batch.advantages.to(hidden.dtype), batch.mask
+            return package.fused_grpo_loss(hidden, head, *args, config=cfg, **how).loss
+        logps = package.linear_logprobs(hidden, head, targets, **kept, **how).logps
+        return (logps * (torch.arange(logps.numel()) % 5).view(logps.shape)).sum()
+
+    tensors = batch.hidden.nan_to_num(), batch.weight, batch.bias + lift
+    exact, actual = exact_and_actual(loss, *tensors, execution=Execution(backend=backend))
+    for truth, x in zip(exact, actual, strict=True):
+        assert truth.norm() > 0 and relative_error(x, truth) < 2e-5
 
 
 @pytest.mark.parametrize("softcap", (None, 6.0), ids=("plain", "softcap"))
-def test_a_banned_entry_of_a_kept_set(softcap):
+@pytest.mark.parametrize("call", ("targets", "several", "entries"))
+def test_a_banned_entry_beside_the_target(call, softcap):
+    """In kept sets, and looked up with others, where its log-prob is -inf."""
     batch = make_batch(B=1, T=4)
-    mask, targets = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[5, 6, 7, 8]])
+    targets = {
+        "targets": torch.tensor([[5, 6, 7, 8]]),
+        "several": torch.tensor([0, 3, 5]).expand(1, 4, 3),
+        "entries": None,
+    }[call]
+    sets = csr([[5, 0, 9], [6, 1], [7, 300], [8]])
+    kept = {} if call == "several" else {"support": sets, "entries": call == "entries"}
     batch.bias[:2] = -torch.inf
-    support = csr([[5, 0, 9], [6, 1], [7, 300], [8]])
-    results = []
-    for module, dtype in ((reference, torch.float64), (grpo_kernels, torch.float32)):
-        tensors = (batch.hidden.nan_to_num(), batch.weight, batch.bias)
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in tensors]
-        entropy = {} if module is reference else {"entropy": True}
-        head = LMHead(*leaves[1:], softcap=softcap)
-        out = module.linear_logprobs(leaves[0], head, targets, mask, support=support, **entropy)
-        (out.logps.sum() + out.entropy.sum()).backward()
-        results.append([out.logps, out.entropy, *(x.grad for x in leaves)])
-    for truth, actual in zip(*results, strict=True):
-        assert (actual - truth).norm() <= 1e-5 * truth.norm() > 0
+    values = []
+
+    def loss(package, hidden, weight, bias, **how):
+        head = LMHead(weight, bias, softcap=softcap)
+        logps, entropy, _ = package.linear_logprobs(hidden, head, targets, **kept, **how)
+        values.append([logps.detach(), entropy.detach()])
+        return logps[logps.isfinite()].sum() + entropy.sum()
+
+    tensors = batch.hidden.nan_to_num(), batch.weight, batch.bias
+    gradients = exact_and_actual(loss, *tensors, entropy=True)
+    for truth, x in zip(*values, strict=True):
+        torch.testing.assert_close(x.double(), truth, rtol=1e-5, atol=1e-6)
+    assert (values[1][0] == -torch.inf).sum() == {"targets": 0, "several": 4, "entries": 2}[call]
+    for truth, x in zip(*gradients, strict=True):
+        assert truth.norm() > 0 and relative_error(x, truth) <= 1e-5

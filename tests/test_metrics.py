@@ -8,6 +8,10 @@ import torch
 from grpo_kernels import grpo_loss
 from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused
 
+e, NAN = math.e, math.nan
+DIFFERENCE = "sampling/sampling_logp_difference"
+WEIGHT = "sampling/importance_sampling_ratio"
+
 
 def metrics_of(logps, advantages, mask=None, **kwargs):
     tensors = {k: torch.tensor(kwargs.pop(k)) for k in [*kwargs]
@@ -18,113 +22,110 @@ def metrics_of(logps, advantages, mask=None, **kwargs):
     return {k: v.item() for k, v in out.metrics.items()}
 
 
-def test_clip_ratios():
-    m = metrics_of(
-        [[0.5, -0.5, 0.5, -0.5, 0.0, 9.0], [0.5, 0.5, 0.0, 0.0, 9.0, 9.0]],
-        [[1.0, 1.0, -1.0, -1.0, 1.0, 1.0], [1.0] * 6],
-        [[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]],
-        old_logps=[[0.0] * 6] * 2,
-    )
-    assert m["clip_high"] == m["clip_ratio/high_mean"] == pytest.approx(3 / 9)
-    assert m["clip_low"] == m["clip_ratio/low_mean"] == pytest.approx(1 / 9)
-    assert m["clip_ratio/region_mean"] == pytest.approx(4 / 9)
-    assert m["clip_ratio/high_max"] == pytest.approx(2 / 4)
-    assert m["clip_ratio/low_min"] == 0
-    assert m["ratio_max"] == pytest.approx(math.exp(0.5)) and m["tokens"] == 9
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    (
-        ({"loss_type": "gspo"}, ("clip_high", "clip_ratio/high_mean", "clip_ratio/region_mean")),
-        ({"loss_type": "cispo", "epsilon_high": 1.1, "importance_sampling_level": "sequence"},
-         ("clip_high", "cispo_clip_ratio")),
+ZEROS = [[0.0, 0.0], [0.0, 0.0]]
+CLIPPED = {
+    "logps": [[0.5, -0.5, 0.5, -0.5, 0.0, 9.0], [0.5, 0.5, 0.0, 0.0, 9.0, 9.0]],
+    "advantages": [[1.0, 1.0, -1.0, -1.0, 1.0, 1.0], [1.0] * 6],
+    "mask": [[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]],
+    "old_logps": [[0.0] * 6] * 2,
+}
+# A sequence of three tokens that is cut off, and one of one token that is not.
+SEQUENCES = {
+    "logps": [[0.5, 0.5, 0.5], [0.0, 9.0, 9.0]], "advantages": [1.0, 1.0],
+    "mask": [[1, 1, 1], [1, 0, 0]], "old_logps": [[0.0] * 3] * 2,
+}  # fmt: skip
+# Two sequences of three tokens and of one; one token the sampler did not score.
+SAMPLED = {
+    "logps": [[0.0] * 3] * 2, "advantages": [1.0, 1.0], "mask": [[1, 1, 1], [1, 0, 0]],
+    "old_logps": [[0.0, 0.0, 0.0], [-1.0, 7.0, 7.0]],
+    "sampling_logps": [[0.1, -0.3, NAN], [0.0, 7.0, 7.0]],
+}  # fmt: skip
+SPIKE = {
+    "logps": [[0.0, 0.0, 3.0, 0.0]], "advantages": [1.0], "old_logps": [[0.0] * 4],
+    "ref_logps": [[0.0, 5.0, 3.0, 0.0]], "use_bias_correction_kl": False,
+}  # fmt: skip
+CASES = {
+    "clip ratios": (
+        CLIPPED,
+        {"clip_high": 3 / 9, "clip_ratio/high_mean": 3 / 9, "clip_low": 1 / 9, "tokens": 9,
+         "clip_ratio/low_mean": 1 / 9, "clip_ratio/region_mean": 4 / 9,
+         "clip_ratio/high_max": 2 / 4, "clip_ratio/low_min": 0, "ratio_max": e**0.5},
     ),
-    ids=("gspo", "cispo"),
-)  # fmt: skip
-def test_a_sequence_counts_once_where_it_has_one_ratio(options, names):
-    """However long it is: one of three tokens is cut off, one of one token is not."""
-    m = metrics_of(
-        [[0.5, 0.5, 0.5], [0.0, 9.0, 9.0]], [1.0, 1.0], [[1, 1, 1], [1, 0, 0]],
-        old_logps=[[0.0] * 3] * 2, **options,
-    )  # fmt: skip
-    for name in names:
-        assert m[name] == pytest.approx(1 / 2), name
-    assert m["ratio_mean"] == pytest.approx((3 * math.exp(0.5) + 1) / 4)
+    "a sequence counts once, however long: gspo": (
+        {**SEQUENCES, "loss_type": "gspo"},
+        {"clip_high": 1 / 2, "clip_ratio/high_mean": 1 / 2, "clip_ratio/region_mean": 1 / 2,
+         "ratio_mean": (3 * e**0.5 + 1) / 4},
+    ),
+    "a sequence counts once, however long: cispo": (
+        {**SEQUENCES, "loss_type": "cispo", "importance_sampling_level": "sequence"},
+        {"clip_high": 1 / 2, "cispo_clip_ratio": 1 / 2, "ratio_mean": (3 * e**0.5 + 1) / 4},
+    ),
+    "spikes have a cause": (
+        SPIKE,
+        {"ratio_max": e**3, "ess": (3 + e**3) ** 2 / (4 * (3 + e**6)), "kl_max": e**5 - 6,
+         "kl": (e**5 - 6) / 4, "zero_gradient": 1 / 4},
+    ),
+    **{
+        f"effective sample size at e^{shift}": (
+            {"logps": [[shift, shift + 1]], "advantages": [1.0], "old_logps": [[0.0, 0.0]]},
+            {"ess": (1 + e) ** 2 / (2 * (1 + e * e))},
+        )
+        for shift in (60.0, -60.0)
+    },
+    "zero gradient": ({"logps": ZEROS, "advantages": [1.0, 0.0]}, {"zero_gradient": 1 / 2}),
+    "the entropy's gradient counts": (
+        {"logps": ZEROS, "advantages": [1.0, 0.0], "entropy": ZEROS, "entropy_coef": 0.1},
+        {"zero_gradient": 0},
+    ),
+    "sampler": (
+        {**SAMPLED, "is_correction": "token_truncate", "is_clip_max": 1.2},
+        {f"{DIFFERENCE}/mean": (0.1 + 0.3 + 1.0) / 3, f"{DIFFERENCE}/max": 1.0,
+         f"{WEIGHT}/mean": (e**-0.1 + 1.2 + 1.0 + e**-1) / 4, f"{WEIGHT}/min": e**-1,
+         f"{WEIGHT}/max": 1.2},
+    ),
+    "sampler, a sequence counts once": (
+        {**SAMPLED, "is_correction": "sequence_mask", "is_clip_min": 0.5},
+        {f"{WEIGHT}/mean": e**0.2 / 2, f"{WEIGHT}/min": 0, f"{WEIGHT}/max": e**0.2},
+    ),
+    "sampler, a log-prob that rounds above 0": (
+        {"logps": [[0.0]], "advantages": [1.0], "old_logps": [[1e-7]], "sampling_logps": [[-1.0]],
+         "is_correction": "token_mask", "is_gate": "binary_kl", "is_clip_max": 1.0},
+        {f"{WEIGHT}/mean": 0},
+    ),
+    "off-policy mask": (
+        {"logps": ZEROS, "advantages": [-1.0, -1.0], "off_policy_threshold": 0.2,
+         "old_logps": ZEROS, "sampling_logps": [[0.0, 0.0], [0.5, 0.5]]},
+        {"off_policy_dropped": 1 / 2},
+    ),
+    "high-entropy mask": (
+        {"logps": ZEROS, "advantages": [1.0, 1.0], "entropy": [[1.0, 2.0], [3.0, 4.0]],
+         "top_entropy_quantile": 0.25},
+        {"entropy_kept": 1 / 4, "entropy": 2.5},
+    ),
+    "cispo clips above only": (
+        {"logps": [[1.0]], "advantages": [1.0], "old_logps": [[0.0]], "loss_type": "cispo",
+         "epsilon_high": 2.0},
+        {"cispo_clip_ratio": 1, "clip_high": 1, "clip_low": 0},
+    ),
+    "reinforce clips nothing": (
+        {"logps": [[0.0]], "advantages": [1.0], "loss_type": "reinforce"},
+        {"clip_high": 0, "clip_low": 0},
+    ),
+}  # fmt: skip
 
 
-def test_spikes_have_a_cause():
-    logps, old = [[0.0, 0.0, 3.0, 0.0]], [[0.0] * 4]
-    m = metrics_of(
-        logps, [1.0], old_logps=old, ref_logps=[[0.0, 5.0, 3.0, 0.0]], use_bias_correction_kl=False
-    )
-    r = math.exp(3)
-    assert m["ratio_max"] == pytest.approx(r)
-    assert m["ess"] == pytest.approx((3 + r) ** 2 / (4 * (3 + r * r)))
-    assert m["kl_max"] == pytest.approx(math.exp(5) - 6)
-    assert m["kl"] == pytest.approx((math.exp(5) - 6) / 4)
-    assert m["zero_gradient"] == 0.25  # the clipped token
-
-
-@pytest.mark.parametrize("shift", (60.0, -60.0))
-def test_effective_sample_size_of_any_ratio(shift):
-    """Neither overflows nor underflows."""
-    m = metrics_of([[shift, shift + 1.0]], [1.0], old_logps=[[0.0, 0.0]])
-    e = math.e
-    assert m["ess"] == pytest.approx((1 + e) ** 2 / (2 * (1 + e * e)), rel=1e-5)
-
-
-def test_zero_gradient_counts_what_trains():
-    advantages = [1.0, 0.0]
-    assert metrics_of([[0.0, 0.0], [0.0, 0.0]], advantages)["zero_gradient"] == 0.5
-    m = metrics_of([[0.0] * 2] * 2, advantages, entropy=[[1.0] * 2] * 2, entropy_coef=0.1)
-    assert m["zero_gradient"] == 0  # the entropy's
-    with torch.no_grad():
-        assert "zero_gradient" not in grpo_loss(torch.zeros(2, 2), torch.ones(2)).metrics
-
-
-def metrics_of_sampler(**kwargs):
-    """Two sequences of three tokens and of one; one token the sampler did not score."""
-    return metrics_of(
-        [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]], [1.0, 1.0], [[1, 1, 1], [1, 0, 0]],
-        old_logps=[[0.0, 0.0, 0.0], [-1.0, 7.0, 7.0]],
-        sampling_logps=[[0.1, -0.3, math.nan], [0.0, 7.0, 7.0]],
-        **kwargs,
-    )  # fmt: skip
-
-
-def test_sampler():
-    m = metrics_of_sampler(is_correction="token_truncate", is_clip_max=1.2)
-    name = "sampling/sampling_logp_difference"
-    assert m[f"{name}/mean"] == pytest.approx((0.1 + 0.3 + 1.0) / 3)
-    assert m[f"{name}/max"] == pytest.approx(1.0)
-    name = "sampling/importance_sampling_ratio"
-    actual = [m[f"{name}/{part}"] for part in ("mean", "min", "max")]
-    weights = [math.exp(-0.1), 1.2, 1.0, math.exp(-1)]
-    assert actual == pytest.approx([sum(weights) / 4, weights[3], 1.2])
-    # A sequence counts once, however long it is.
-    m = metrics_of_sampler(is_correction="sequence_mask", is_clip_min=0.5)
-    actual = [m[f"{name}/{part}"] for part in ("mean", "min", "max")]
-    assert actual == pytest.approx([math.exp(0.2) / 2, 0, math.exp(0.2)])
-
-
-def test_masks_are_counted():
-    options = {"old_logps": [[0.0, 0.0], [0.0, 0.0]], "sampling_logps": [[0.0] * 2, [0.5] * 2]}
-    m = metrics_of([[0.0] * 2] * 2, [-1.0, -1.0], off_policy_threshold=0.2, **options)
-    assert m["off_policy_dropped"] == 0.5
-    m = metrics_of([[0.0] * 2] * 2, [1.0, 1.0], entropy=[[1.0, 2.0], [3.0, 4.0]],
-                   top_entropy_quantile=0.25)  # fmt: skip
-    assert m["entropy_kept"] == 0.25
+@pytest.mark.parametrize(("arguments", "expected"), CASES.values(), ids=CASES)
+def test_by_hand(arguments, expected):
+    metrics = metrics_of(**arguments)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    two_bounds = arguments.get("loss_type", "dapo") not in ("cispo", "reinforce")
+    assert any("clip_ratio/" in name for name in metrics) == two_bounds
 
 
 def test_absent_where_it_does_not_apply():
-    out = grpo_loss(torch.zeros(2, 3), torch.ones(2))
+    metrics = grpo_loss(torch.zeros(2, 3), torch.ones(2)).metrics
     absent = {"kl", "kl_max", "entropy", "zero_gradient", "off_policy_dropped", "entropy_kept"}
-    assert not absent & set(out.metrics)
-    m = metrics_of([[0.0]], [1.0], loss_type="reinforce")
-    assert m["clip_low"] == m["clip_high"] == 0 and not any("clip_ratio" in name for name in m)
-    m = metrics_of([[1.0]], [1.0], loss_type="cispo", epsilon_high=2.0, old_logps=[[0.0]])
-    assert m["cispo_clip_ratio"] == m["clip_high"] == 1 and m["clip_low"] == 0
+    assert not absent & set(metrics)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels import Execution, GRPOLossConfig, grpo_loss
-from grpo_kernels.loss.losses import LOSS_TYPES, Clip, Gmpo, Loss, Sapo, option
+from grpo_kernels.loss.losses import Clip, Gmpo, Loss, Sapo, option
 from grpo_kernels.loss.metrics import TAKEN, TAKEN_PREFIXES
 from grpo_kernels.training import parse_config
 from tests.helpers.batches import config, make_batch, packed, relative_error, run_fused
@@ -55,78 +55,28 @@ def saying(function, **claims):
     return loss
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", ("padded", "packed"))
-@pytest.mark.parametrize("beta", (0.0, 0.2))
-def test_a_new_loss(beta, layout, backend):
-    """Value and gradient against the formula in float64, which autograd has no part in."""
-    batch = make_batch(B=6, T=11)
-    batch = packed(batch) if layout == "packed" else batch
-    g = torch.Generator().manual_seed(2)
-    logps = batch.old_logps + 0.2 * torch.randn(batch.mask.shape, generator=g)
-    out = grpo_loss(
-        logps.requires_grad_(), batch.advantages, batch.mask, old_logps=batch.old_logps,
-        ref_logps=batch.ref_logps, cu_seqlens=batch.cu_seqlens, backend=backend,
-        config=GRPOLossConfig(loss_type=Dro(tau=0.7), beta=beta, use_bias_correction_kl=False),
-    )  # fmt: skip
+def own_loss(**members):
+    """A loss that is plain REINFORCE but for these members of its class."""
+    plain = {"token_local": True, "per_token": lambda self, t: -t.advantages * t.logps}
+    return type("Own", (Loss,), plain | members)()
+
+
+# Values and gradients
+
+
+def test_a_new_loss():
+    """Value, gradient and metric are the formula's, in which advantage 0 has a gradient."""
+    logps, old, A = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(2))
+    mask, A[:, 3] = torch.arange(12).view(2, 6) % 5 > 0, 0.0
+    cfg = GRPOLossConfig(loss_type=Dro(tau=0.7))
+    out = grpo_loss(logps.requires_grad_(), A, mask, old_logps=old, config=cfg)
     (-2.0 * out.loss).backward()
-
-    if layout == "packed":
-        lengths = batch.cu_seqlens.diff().long()
-        A = batch.advantages.double().repeat_interleave(lengths)[batch.mask]
-    else:
-        A = batch.advantages.double()[:, None].expand(batch.mask.shape)[batch.mask]
-    tensors = (logps, batch.old_logps, batch.ref_logps)
-    x, old, ref = (tensor.detach()[batch.mask].double() for tensor in tensors)
-    kl = (ref - x).exp() - (ref - x) - 1
-    loss = (0.35 * (x - old) ** 2 - A * x + beta * kl).mean()
-    gradient = (0.7 * (x - old) - A + beta * (1 - (ref - x).exp())) / len(x)
-    assert (A == 0).any() and out.loss.item() == pytest.approx(loss.item(), rel=1e-5)
-    assert relative_error(logps.grad[batch.mask] / -2.0, gradient) <= 1e-5
-    assert (logps.grad[~batch.mask] == 0).all() and (logps.grad[batch.mask] != 0).all()
-    assert out.metrics["dro/distance"].item() == pytest.approx((x - old).abs().mean().item(), 1e-4)
-
-
-@pytest.mark.parametrize(
-    "loss", (Dro(), saying(Dro(), token_local=True)), ids=("class", "callable")
-)
-@pytest.mark.parametrize("beta", (0.0, 0.2))
-def test_a_new_loss_in_one_pass(beta, loss):
-    """Logits are made once; tokens of advantage 0, which have a gradient here, are kept."""
-    batch, made = make_batch(B=6, T=11), []
-    V, H = batch.weight.shape
-
-    def matmul(a, b):
-        if a.shape[1] == H:
-            made.append(len(a) * b.shape[1])
-        return a @ b
-
-    cfg = GRPOLossConfig(loss_type=loss, aggregation="grpo", beta=beta)
-    options = {"config": cfg, "old_logps": True, "ref_logps": True}
-    execution = Execution(matmul=matmul, chunk_bytes=4 * V * 5)
-    actual = expect_equal(batch, options, execution=execution)
-    assert sum(made) == int(batch.mask.sum()) * V
-    zero = (batch.advantages == 0)[:, None] & batch.mask
-    assert zero.any() and (actual.gradients["hidden"][zero] != 0).any(1).all()
-
-
-@pytest.mark.usefixtures("real_memory", "curves")
-def test_a_trainer_trains_what_the_loss_trains(tiny_model, tmp_path):
-    """In the second update tokens of groups with equal rewards have moved, and are pulled back."""
-    halves = {"noise": lambda prompts, completions, **_: [0, 1, 2, 3, 1, 1, 1, 1] * 2}
-    weights = []
-    for place, (skip, loss) in enumerate((
-        (False, Dro()), (True, Dro()), (True, saying(Dro(), gradient_needs_advantage=True)),
-    )):  # fmt: skip
-        options = {"loss_type": loss, "minibatches": 2, "skip_untrained": skip, "name": f"t{place}"}
-        trainer = trainer_of(config_of(tiny_model, tmp_path, steps=1, **options), rewards=halves)
-        before = torch.cat([p.detach().flatten().clone() for p in trainer.policy.parameters()])
-        folder = trainer.train()
-        assert rows_of(folder)[0]["groups_equal"] == 0.5
-        weights.append(torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]))
-    full, masked, lost = (x - before for x in weights)
-    assert full.norm() > 0 and relative_error(masked, full) < 1e-4
-    assert relative_error(lost, full) > 1e-2
+    d = (logps - old)[mask].detach()
+    loss = (0.35 * d**2 - (A * logps)[mask]).mean()
+    torch.testing.assert_close(out.loss, loss)
+    torch.testing.assert_close(logps.grad[mask] / -2.0, (0.7 * d - A[mask]) / len(d))
+    torch.testing.assert_close(out.metrics["dro/distance"], d.abs().mean())
+    assert (logps.grad[~mask] == 0).all() and (A[mask] == 0).any()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,87 +107,102 @@ class OfTheCall(Clip):
         return super().per_token(tokens) * tokens.log_ratio.exp().mean()
 
 
-@pytest.mark.parametrize(
-    ("loss", "level", "beta", "backend"),
-    in_turn((OwnRatio, Mixed, OfTheCall), ("token", "sequence"), (0.0, 0.2), BACKENDS),
-)
-def test_a_subclass_has_its_own_formula(loss, level, beta, backend):
-    """On both backends, whatever chunks there are; its gradient is autograd's, its KL's too."""
-    batch = make_batch(B=6, T=11)
-    cfg = GRPOLossConfig(loss_type=loss(ratio_level=level), beta=beta, use_bias_correction_kl=True)
+SAYS = {"token_local": True, "gradient_needs_advantage": True, "aggregation": "grpo"}
+# Losses, and whether one pass is enough.
+LOSSES = {
+    "class": (Dro(), True),
+    "class of a callable": (saying(Dro(), token_local=True), True),
+    "own ratio": (OwnRatio(), False),
+    "own ratio of sequences": (OwnRatio(ratio_level="sequence"), False),
+    "mixed": (Mixed(), False),
+    "mixed, of sequences": (Mixed(ratio_level="sequence"), False),
+    "of the call": (OfTheCall(), False),
+    "of the call's sequences": (OfTheCall(ratio_level="sequence"), False),
+    "needs advantage": (saying(clipped, **SAYS), True),
+    "entropy": (entropy_scaled, False),
+    "entropy in one pass": (
+        saying(entropy_scaled, token_local=True, entropy_gradient=True), True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "beta", "backend"), in_turn(LOSSES, (0.0, 0.2), BACKENDS))
+def test_equals_the_reference(name, beta, backend):
+    """Whatever chunks there are; the gradient is autograd's, that of the KL too."""
+    batch, (loss, one_pass) = make_batch(B=6, T=11), LOSSES[name]
+    cfg = GRPOLossConfig(loss_type=loss, beta=beta, use_bias_correction_kl=True)
     execution = Execution(backend=backend, chunk_bytes=4 * len(batch.weight) * 5)
-    options = {"config": cfg, "old_logps": True, "ref_logps": True, "execution": execution}
-    actual = expect_equal(batch, options)
-    parent_config = replace(cfg, loss_type=Clip(ratio_level=level))
-    expected = run_fused(batch, exact=True, **{**options, "config": parent_config})
-    assert relative_error(actual.gradients["hidden"], expected.gradients["hidden"]) > 1e-3
+    options = {"config": cfg, "old_logps": True, "ref_logps": True}
+    actual = expect_equal(batch, options, execution=execution)
+    assert cfg.one_pass == one_pass
+    if isinstance(loss, Clip):
+        parent = replace(cfg, loss_type=Clip(ratio_level=loss.ratio_level))
+        theirs = run_fused(batch, exact=True, **{**options, "config": parent}).gradients["hidden"]
+        assert relative_error(actual.gradients["hidden"], theirs) > 1e-3
 
 
-def test_what_a_class_says_of_its_formula_is_of_no_other():
-    for loss in (OwnRatio, Mixed, OfTheCall):
-        assert not loss().token_local and not loss().gradient_needs_advantage
-        assert loss().kernel() is None and Clip().kernel() is not None
+def test_a_callable_says_its_aggregation_and_what_needs_no_gradient():
+    cfg = GRPOLossConfig(loss_type=saying(clipped, **SAYS))
+    assert cfg.effective_aggregation == "grpo" and cfg.gradient_needs_advantage
+    assert not GRPOLossConfig(loss_type=clipped).gradient_needs_advantage
+    assert GRPOLossConfig(loss_type=LOSSES["entropy in one pass"][0]).entropy_has_gradient
 
+
+def test_claims_of_a_formula_are_not_inherited_by_another():
     class Restated(Pulled, Clip):
         token_local = True
 
     class Named(Clip):
         aggregation = "bnpo"
 
+    for loss in (OwnRatio(), Mixed(), OfTheCall()):
+        assert not loss.token_local and not loss.gradient_needs_advantage and loss.kernel() is None
     assert Restated().token_local and not Restated().gradient_needs_advantage
-    assert Named().token_local and Named().kernel() == Clip().kernel()
-    for name in LOSS_TYPES:
-        cfg = config(loss_type=name)
-        assert cfg.one_pass == (name not in ("gspo", "gspo_token", "gmpo", "vespo")), name
-
-
-def test_a_callable_that_says_what_it_is_equals_the_class():
-    """In one pass with what needs no gradient left out, and in two with everything."""
-    batch = make_batch(B=6, T=11)
-    says = {"token_local": True, "gradient_needs_advantage": True, "aggregation": "grpo"}
-    for loss in (clipped, saying(clipped, **says)):
-        cfg = GRPOLossConfig(loss_type=loss, aggregation="grpo")
-        assert cfg.one_pass == (loss is not clipped) == cfg.gradient_needs_advantage
-        a = run_fused(batch, exact=False, config=cfg, old_logps=True)
-        b = run_fused(batch, exact=True, config=config(loss_type="grpo"), old_logps=True)
-        for name in ("hidden", "weight"):
-            assert relative_error(a.gradients[name], b.gradients[name]) <= 2e-5
-    assert GRPOLossConfig(loss_type=saying(clipped, **says)).effective_aggregation == "grpo"
+    assert Named().token_local and Named().kernel() == Clip().kernel() is not None
 
 
 @pytest.mark.parametrize("layout", ("padded", "packed"))
 @pytest.mark.parametrize("aggregation", ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"))
 @pytest.mark.parametrize(
-    ("loss", "built_in"), ((clipped, "dapo"), (sequence_clipped, "gspo")), ids=("token", "sequence")
+    "loss", (clipped, saying(clipped, **SAYS), sequence_clipped), ids=("token", "local", "sequence")
 )
-def test_equals_the_built_in_one(loss, built_in, aggregation, layout):
+def test_equals_the_built_in_one(loss, aggregation, layout):
+    """In one pass with what needs no gradient left out, where it says so; in two otherwise."""
     batch = make_batch(B=6, T=11)
     batch = packed(batch) if layout == "packed" else batch
     shared = {"beta": 0.1, "is_correction": "token_truncate", "entropy_coef": 0.01}
     tensors = dict.fromkeys(("old_logps", "ref_logps", "sampling_logps"), True)
-    cfg = config(loss_type=loss, aggregation=aggregation, **shared)
-    if built_in == "dapo":
-        theirs = config(loss_type=aggregation, **shared)
-    else:
-        theirs = config(loss_type="gspo", aggregation=aggregation, **shared)
+    own = config(loss_type=loss, aggregation=aggregation, **shared)
+    built_in = config(loss_type=aggregation, **shared)
+    if loss is sequence_clipped:
+        built_in = config(loss_type="gspo", aggregation=aggregation, **shared)
         # The KL of the callable's config is corrected by the token's ratio.
-        cfg, theirs = (replace(x, use_bias_correction_kl=False) for x in (cfg, theirs))
-    a = run_fused(batch, exact=False, config=cfg, **tensors)
-    b = run_fused(batch, exact=True, config=theirs, **tensors)
+        own, built_in = (replace(x, use_bias_correction_kl=False) for x in (own, built_in))
+    assert own.one_pass == (loss not in (clipped, sequence_clipped))
+    a = run_fused(batch, exact=False, config=own, **tensors)
+    b = run_fused(batch, exact=True, config=built_in, **tensors)
     assert a.loss.item() == pytest.approx(b.loss.item(), rel=1e-5)
     for name in ("hidden", "weight"):
         assert relative_error(a.gradients[name], b.gradients[name]) <= 2e-5
 
 
-@pytest.mark.parametrize(
-    "loss",
-    (entropy_scaled, saying(entropy_scaled, token_local=True, entropy_gradient=True)),
-    ids=("in_two_passes", "in_one"),
-)
-def test_a_gradient_of_the_entropy(loss):
-    cfg = GRPOLossConfig(loss_type=loss)
-    expect_equal(make_batch(B=6, T=11), {"config": cfg, "old_logps": True})
-    assert cfg.one_pass == cfg.entropy_has_gradient
+@pytest.mark.usefixtures("real_memory", "curves")
+def test_a_trainer_trains_what_the_loss_trains(tiny_model, tmp_path):
+    """In the second update tokens of groups with equal rewards have moved, and are pulled back."""
+    halves = {"noise": lambda prompts, completions, **_: [0, 1, 2, 3, 1, 1, 1, 1] * 2}
+    moves = []
+    for place, (skip, loss) in enumerate((
+        (False, Dro()), (True, Dro()), (True, saying(Dro(), gradient_needs_advantage=True)),
+    )):  # fmt: skip
+        options = {"loss_type": loss, "minibatches": 2, "skip_untrained": skip, "name": f"t{place}"}
+        trainer = trainer_of(config_of(tiny_model, tmp_path, steps=1, **options), rewards=halves)
+        parameters = [*trainer.policy.parameters()]
+        before = torch.cat([p.detach().flatten() for p in parameters])
+        assert rows_of(trainer.train())[0]["groups_equal"] == 0.5
+        moves.append(torch.cat([p.detach().flatten() for p in parameters]) - before)
+    full, masked, lost = moves
+    assert full.norm() > 0 and relative_error(masked, full) < 1e-4
+    assert relative_error(lost, full) > 1e-2
 
 
 def test_masked_tokens_are_zeros_and_stay_out():
@@ -260,52 +225,30 @@ def test_masked_tokens_are_zeros_and_stay_out():
         assert x.shape == flat.shape and (x[flat] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("loss", "error", "message"),
-    (
-        (
-            lambda t: t.logps.sum(),
-            ValueError,
-            r"loss_type: <lambda>\(\): expected shape \[36\]; got \[\]",
-        ),
-        (lambda t: 1.0, TypeError, r"loss_type: <lambda>\(\): expected a tensor; got float"),
-        (
-            lambda t: t.logps + 0j,
-            TypeError,
-            r"loss_type: <lambda>\(\): expected dtype .*; got complex64",
-        ),
-        (
-            lambda t: t.advantages,
-            ValueError,
-            r"loss_type: <lambda>\(\): expected a gradient for tokens.logps or .*; got none",
-        ),
-        (
-            saying(entropy_scaled, token_local=True),
-            ValueError,
-            "loss_type: .* token_local=True .* needs entropy_gradient=True",
-        ),
-        (
-            saying(sequence_clipped, token_local=True),
-            ValueError,
-            "loss_type: .* token_local=True must not use other tokens",
-        ),
-    ),
-    ids=("shape", "number", "complex", "constant", "entropy", "sequences"),
-)
-def test_refuses(loss, error, message):
-    batch = make_batch()
+@pytest.mark.usefixtures("real_memory", "curves")
+def test_own_metrics_come_through_a_trainer(tiny_model, tmp_path):
+    """A prefix hides none of them, and every other name of a row is taken."""
+    values = {"ce_gap": 2.0, "ratio": 3.0, "square": 4.0, "scored": 5.0}
+    loss = own_loss(
+        metrics=lambda self, tokens, r: {k: torch.full_like(r, x) for k, x in values.items()},
+        gradient_needs_advantage=True,
+    )
+    logps, zeros, ones = torch.randn(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
     cfg = GRPOLossConfig(loss_type=loss)
-    with pytest.raises(error, match=message):
-        run_fused(batch, exact=False, config=cfg)
-    logps, entropy = (torch.zeros(4, 9, requires_grad=True) for _ in range(2))
-    with pytest.raises(error, match=message):
-        grpo_loss(logps, batch.advantages, batch.mask, entropy=entropy, config=cfg)
+    tensors = {"old_logps": zeros, "sampling_logps": zeros, "ce_weights": ones}
+    metrics = grpo_loss(logps, ones, **tensors, config=cfg).metrics
+    assert {name: float(metrics[name]) for name in values} == values
+    x = logps.double().exp()
+    assert float(metrics["ess"]) == pytest.approx(float(x.sum() ** 2 / (6 * x.square().sum())))
+    options = {"loss_type": loss, "steps": 1, "beta": 0.1, "top_entropy_quantile": 0.5}
+    (row,) = rows_of(trainer_of(config_of(tiny_model, tmp_path, **options)).train())
+    assert {name: row[name] for name in values} == values
+    others = row.keys() - values
+    assert {"grad_norm", "tokens", "groups_equal", "kl_max"} <= others
+    assert [x for x in others if x not in TAKEN and not x.startswith(TAKEN_PREFIXES)] == []
 
 
-def own_loss(**members):
-    """A loss that is plain REINFORCE but for these members of its class."""
-    plain = {"token_local": True, "per_token": lambda self, t: -t.advantages * t.logps}
-    return type("Own", (Loss,), plain | members)()
+# What is refused
 
 
 @dataclass(frozen=True)
@@ -325,6 +268,18 @@ WRONG_LOSSES = (
     (lambda: own_loss(needs_sequences="x"), TypeError, "needs_sequences: expected a bool; got 'x'"),
     (lambda: own_loss(aggregation="sum"), ValueError, "aggregation: expected one of grpo, bnpo"),
 )
+# Callables, and what both calls say of them.
+WRONG_CALLABLES = (
+    (lambda t: t.logps.sum(), ValueError, r"<lambda>\(\): expected shape \[36\]; got \[\]"),
+    (lambda t: 1.0, TypeError, r"<lambda>\(\): expected a tensor; got float"),
+    (lambda t: t.logps + 0j, TypeError, r"<lambda>\(\): expected dtype .*; got complex64"),
+    (lambda t: t.advantages, ValueError,
+     r"<lambda>\(\): expected a gradient for tokens.logps or .*; got none"),
+    (saying(entropy_scaled, token_local=True), ValueError,
+     ".* token_local=True .* needs entropy_gradient=True"),
+    (saying(sequence_clipped, token_local=True), ValueError,
+     ".* token_local=True must not use other tokens"),
+)  # fmt: skip
 # Wrong results of a method for 6 tokens, and the error.
 WRONG_RESULTS = (
     ("per_token", lambda t: t.logps.sum(), ValueError, r"\(\): expected shape \[6\]; got \[\]"),
@@ -339,13 +294,28 @@ WRONG_RESULTS = (
     ("metrics", lambda t: t.logps, TypeError, r"\(\): expected a dict of tensors by name"),
     ("metrics", lambda t: {1: t.logps}, TypeError, r"\(\): expected a dict of tensors by name"),
     ("metrics", lambda t: {"": t.logps}, TypeError, r"\(\): expected a dict of tensors by name"),
-)
+    *(
+        ("metrics", lambda t, name=name: {"mine": t.logps, name: t.logps}, ValueError,
+         rf"\(\): expected names other than .*tokens, .*; got '{name}'")
+        for name in ("tokens", "ratio_mean", "ce_nll", "kl", "loss", "reward/noise")
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("loss", "error", "message"), WRONG_LOSSES)
 def test_a_class_that_is_no_loss_is_named(loss, error, message):
     with pytest.raises(error, match=rf"^loss_type(: |\.){message}"):
         GRPOLossConfig(loss_type=loss())
+
+
+@pytest.mark.parametrize(("loss", "error", "message"), WRONG_CALLABLES)
+def test_a_callable_that_is_no_loss_is_named(loss, error, message):
+    batch, cfg = make_batch(), GRPOLossConfig(loss_type=loss)
+    with pytest.raises(error, match=f"^loss_type: {message}"):
+        run_fused(batch, exact=False, config=cfg)
+    logps, entropy = (torch.zeros(4, 9, requires_grad=True) for _ in range(2))
+    with pytest.raises(error, match=f"^loss_type: {message}"):
+        grpo_loss(logps, batch.advantages, batch.mask, entropy=entropy, config=cfg)
 
 
 @pytest.mark.parametrize(("method", "result", "error", "message"), WRONG_RESULTS)
@@ -356,58 +326,29 @@ def test_what_a_method_returns_is_checked(method, result, error, message):
         grpo_loss(logps, torch.ones(2), config=GRPOLossConfig(loss_type=loss))
 
 
-@pytest.mark.parametrize("name", ("tokens", "ratio_mean", "ce_nll", "kl", "loss", "reward/noise"))
-def test_a_metric_has_no_name_of_the_librarys(name):
-    loss = own_loss(metrics=lambda self, tokens, ratio: {"mine": ratio, name: ratio})
-    message = rf"^loss_type: Own.metrics\(\): expected names other than .*tokens, .*; got '{name}'"
-    with pytest.raises(ValueError, match=message):
-        grpo_loss(torch.zeros(2, 3), torch.ones(2), config=GRPOLossConfig(loss_type=loss))
-
-
-def test_own_metrics_come_through_a_trainer(tiny_model, tmp_path):
-    """A prefix hides none of them, and every other name of a row is taken."""
-    values = {"ce_gap": 2.0, "ratio": 3.0, "square": 4.0, "scored": 5.0}
-
-    def metrics(self, tokens, ratio):
-        return {name: torch.full_like(ratio, x) for name, x in values.items()}
-
-    loss = own_loss(metrics=metrics, gradient_needs_advantage=True)
-    logps = torch.randn(2, 3)
-    out = grpo_loss(
-        logps, torch.ones(2), old_logps=torch.zeros(2, 3), ce_weights=torch.ones(2, 3),
-        sampling_logps=torch.zeros(2, 3), config=GRPOLossConfig(loss_type=loss),
-    )  # fmt: skip
-    assert {name: float(out.metrics[name]) for name in values} == values
-    x = logps.double().exp()
-    assert float(out.metrics["ess"]) == pytest.approx(float(x.sum() ** 2 / (6 * x.square().sum())))
-    options = {"loss_type": loss, "steps": 1, "beta": 0.1, "top_entropy_quantile": 0.5}
-    (row,) = rows_of(trainer_of(config_of(tiny_model, tmp_path, **options)).train())
-    assert {name: row[name] for name in values} == values
-    other_names = [name for name in row if name not in values]
-    assert {"grad_norm", "tokens", "groups_equal", "kl_max"} <= {*other_names}
-    assert [x for x in other_names if x not in TAKEN and not x.startswith(TAKEN_PREFIXES)] == []
-
-
 # By name, in a run's options
 
 
-def test_a_loss_by_its_name_is_that_of_its_instance(tiny_model, tmp_path):
-    path = __name__
-    named = config_of(
-        tiny_model, tmp_path / "named", steps=2, loss_type=f"{path}:Dro", loss_options={"tau": 2}
-    )
-    instance = config_of(tiny_model, tmp_path / "instance", steps=2, loss_type=Dro(tau=2))
-    rows, expected = (rows_of(trainer_of(config).train()) for config in (named, instance))
-    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
-    assert all(
-        row["dro/distance"] == theirs["dro/distance"]
-        for row, theirs in zip(rows, expected, strict=True)
-    )
-    assert named.loss_config().loss == Dro(tau=2) and not named.why_two_passes()
-    by_function = replace(named, loss_type=f"{path}:sequence_clipped", loss_options={})
-    assert by_function.loss_config().why_two_passes()
-    built_in = replace(named, loss_type="sapo", loss_options={"temperature_neg": 1.3})
-    assert built_in.loss_config() == GRPOLossConfig(loss_type=Sapo(temperature_neg=1.3))
+@pytest.mark.parametrize(
+    ("loss_type", "loss_options", "loss"),
+    (
+        (f"{__name__}:Dro", {"tau": 2}, Dro(tau=2)),
+        ("sapo", {"temperature_neg": 1.3}, Sapo(temperature_neg=1.3)),
+    ),
+)
+def test_a_loss_by_its_name_is_that_of_its_instance(
+    loss_type, loss_options, loss, tiny_model, tmp_path
+):
+    named = config_of(tiny_model, tmp_path, loss_type=loss_type, loss_options=loss_options)
+    instance = config_of(tiny_model, tmp_path, loss_type=loss)
+    assert named.loss_config() == instance.loss_config() == GRPOLossConfig(loss_type=loss)
+    assert not named.why_two_passes()
+
+
+def test_a_callable_by_its_name(tiny_model, tmp_path):
+    named = config_of(tiny_model, tmp_path, loss_type=f"{__name__}:sequence_clipped")
+    assert named.loss_config().loss.function is sequence_clipped
+    assert named.loss_config().why_two_passes()
 
 
 def test_a_loss_comes_from_a_file_of_options(tmp_path, tiny_model):

@@ -33,25 +33,23 @@ def test_views_share_a_storage_without_memory():
 
 
 @pytest.mark.parametrize(
-    ("function", "without", "name"),
+    ("package", "function", "without", "name"),
     (
-        ("forget_forward", SimpleNamespace(reducer=object()), "reducer._reset_state"),
-        ("is_unit_within", SimpleNamespace(), "_get_fsdp_state"),
-        ("is_unit_within", SimpleNamespace(_get_fsdp_state=SimpleNamespace), "_is_root"),
-        ("hooks_of", SimpleNamespace(), "_forward_pre_hooks"),
-        ("keeps_a_state", SimpleNamespace(), "_is_stateful"),
-        ("variants_of_lora", SimpleNamespace(), VARIANTS),
+        ("torch", "forget_forward", {"reducer": object()}, "reducer._reset_state"),
+        ("torch", "is_unit_within", {}, "_get_fsdp_state"),
+        ("torch", "is_unit_within", {"_get_fsdp_state": SimpleNamespace}, "_is_root"),
+        ("torch", "hooks_of", {}, "_forward_pre_hooks"),
+        ("transformers", "keeps_a_state", {}, "_is_stateful"),
+        ("peft", "variants_of_lora", {}, VARIANTS),
     ),
 )
-def test_a_version_without_it_is_named(function, without, name):
-    package = {"keeps": "transformers", "variants": "peft"}
-    package = package.get(function.partition("_")[0], "torch")
+def test_a_version_without_it_is_named(package, function, without, name):
     message = (
         f"{package}: expected {private.TESTED_VERSIONS[package]}, which have "
         f"SimpleNamespace.{name}; got {import_module(package).__version__}"
     )
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        getattr(private, function)(without)
+        getattr(private, function)(SimpleNamespace(**without))
 
 
 def test_a_torch_that_does_not_tell_of_graphs(monkeypatch):

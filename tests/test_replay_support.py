@@ -3,7 +3,6 @@
 By the trainer, and through each drop-in against the reference.
 """
 
-import copy
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,15 +11,14 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from grpo_kernels import GRPOLossConfig, reference
-from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels import GRPOLossConfig, LMHead, fused_grpo_loss, linear_logprobs
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from grpo_kernels.training import Completion
 from grpo_kernels.training.policy import Policy
 from grpo_kernels.training.rollout import GenerateRollout, SamplingParams
-from tests.helpers.batches import make_batch, relative_error
+from tests.helpers.batches import make_batch
 from tests.helpers.supports import make_support
 from tests.helpers.tiny_models import V, make_model, make_tokenizer
 from tests.helpers.trainer_runs import config_of, first_samples, rows_of, trainer_of
@@ -105,32 +103,29 @@ def expected_of(trainer, samples, truncation):
 
 @pytest.mark.parametrize("name", ("top_p", "all"))
 def test_log_probs_are_those_of_the_policy_that_sampled(name, tiny_model, tmp_path):
-    truncation = TRUNCATIONS[name]
-    trainer, (samples, scores) = scored(
-        tiny_model, tmp_path, beta=0.1, top_entropy_quantile=0.4, **truncation
-    )
+    truncation, close = TRUNCATIONS[name], {"rtol": 1e-4, "atol": 2e-5}
+    options = {"beta": 0.1, "top_entropy_quantile": 0.4, **truncation}
+    trainer, (samples, scores) = scored(tiny_model, tmp_path, **options)
     expected, entropies = expected_of(trainer, samples, truncation)
-    threshold = entropies[samples.mask != 0].quantile(0.6)
-    assert scores.entropy_threshold == pytest.approx(float(threshold), rel=1e-4, abs=2e-5)
-    torch.testing.assert_close(scores.old_logps, expected, rtol=1e-4, atol=2e-5)
-    torch.testing.assert_close(scores.ref_logps, expected, rtol=1e-4, atol=2e-5)
-    rows = list(range(len(samples.texts)))
-    first = trainer.update(samples, scores, 0, rows)
-    update = first.metrics
-    assert update["ratio_mean"] == pytest.approx(1, abs=1e-5)
-    assert update["ratio_max"] == pytest.approx(1, abs=1e-4) and update["kl"] < 1e-6
-    torch.testing.assert_close(first.logps, expected, rtol=1e-4, atol=2e-5)
-    again = trainer.update(samples, scores, 1, rows).metrics
-    assert again["ratio_max"] > 1.01
+    threshold = float(entropies[samples.mask != 0].quantile(0.6))
+    assert scores.entropy_threshold == pytest.approx(threshold, rel=1e-4, abs=2e-5)
+    first, again = (
+        trainer.update(samples, scores, i, list(range(len(samples.texts)))) for i in range(2)
+    )
+    for logps in (scores.old_logps, scores.ref_logps, first.logps):
+        torch.testing.assert_close(logps, expected, **close)
+    assert first.metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert first.metrics["ratio_max"] == pytest.approx(1, abs=1e-4) and first.metrics["kl"] < 1e-6
+    assert again.metrics["ratio_max"] > 1.01
 
 
-def test_without_replay_log_probs_are_of_the_whole_softmax(tiny_model, tmp_path):
+@pytest.mark.parametrize("options", ({"replay_support": False, **TRUNCATIONS["top_p"]}, {}))
+def test_without_replay_log_probs_are_of_the_whole_softmax(options, tiny_model, tmp_path):
     """Nor is anything recorded where nothing is truncated."""
-    for options in ({"replay_support": False, **TRUNCATIONS["top_p"]}, {}):
-        trainer, (samples, scores) = scored(tiny_model, tmp_path, **options)
-        assert all(c.support is None for c in samples.completions) and not samples.replay_support
-        full, _ = expected_of(trainer, samples, {})
-        torch.testing.assert_close(scores.old_logps, full, rtol=1e-4, atol=2e-5)
+    trainer, (samples, scores) = scored(tiny_model, tmp_path, **options)
+    assert all(c.support is None for c in samples.completions) and not samples.replay_support
+    full, _ = expected_of(trainer, samples, {})
+    torch.testing.assert_close(scores.old_logps, full, rtol=1e-4, atol=2e-5)
 
 
 def test_metrics_of_supports_are_of_the_rollout(tiny_model, tmp_path):
@@ -164,69 +159,65 @@ def test_a_rollout_that_does_not_say_is_warned_of(tiny_model, tmp_path):
     assert not any(name.startswith("support") for name in row)
 
 
-# Drop-ins
+# Drop-ins, against the calls that they make
 
 
-def batch_with_support():
-    """A batch, its support, tensors that are trained, and the same as a head in float64."""
+def gradients_of(loss, *leaves):
+    gradients = torch.autograd.grad(loss, leaves)
+    assert all(x.any() for x in gradients)
+    return gradients
+
+
+@pytest.fixture
+def batch():
     batch = make_batch(B=4, T=9, H=16, V=101)
     batch.hidden, batch.targets = batch.hidden.nan_to_num(), batch.targets.clamp(0, 100)
-    trained = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
-    exact = [x.detach().double().requires_grad_() for x in trained]
-    return batch, make_support(batch, most=20), trained, exact
+    for x in (batch.hidden, batch.weight):
+        x.requires_grad_()
+    return batch
 
 
-def assert_same_gradients(trained, exact):
-    for weight, exact_weight in zip(trained, exact, strict=True):
-        assert relative_error(weight.grad, exact_weight.grad) < 1e-4
-
-
-def test_verl():
-    batch, support, trained, exact = batch_with_support()
+def test_verl(batch):
+    support, trained = make_support(batch, most=20), (batch.hidden, batch.weight)
     actual = linear_cross_entropy(
         *trained, batch.targets, 0.7, "none", support=support, mask=batch.mask
     )
-    head = LMHead(exact[1], temperature=0.7)
-    expected = reference.linear_logprobs(exact[0], head, batch.targets, batch.mask, support=support)
-    expected = (expected.logps, expected.entropy)
-    for result, exact_result in zip(actual, expected, strict=True):
-        torch.testing.assert_close(result.double(), exact_result, rtol=1e-5, atol=1e-5)
-    for logps, entropy in (actual, expected):
-        (logps.sum() + 0.3 * (entropy * torch.arange(9)).sum()).backward()
-    assert_same_gradients(trained, exact)
+    head = LMHead(batch.weight, temperature=0.7)
+    options = {"support": support, "entropy": True}
+    expected = linear_logprobs(batch.hidden, head, batch.targets, batch.mask, **options)[:2]
+    torch.testing.assert_close(actual, tuple(expected))
+    losses = (x.sum() + 0.3 * (y * torch.arange(9)).sum() for x, y in (actual, expected))
+    torch.testing.assert_close(*(gradients_of(loss, *trained) for loss in losses))
 
 
 @pytest.mark.parametrize("ref", ("logps", "head"))
-def test_liger(ref):
-    batch, support, trained, exact = batch_with_support()
+def test_liger(ref, batch):
+    support, trained = make_support(batch, most=20), (batch.hidden, batch.weight)
     g = torch.Generator().manual_seed(5)
-    ref_hidden = batch.hidden + 0.1 * torch.randn(batch.hidden.shape, generator=g)
-    head = LMHead(exact[1], temperature=0.7)
+    ref_hidden = batch.hidden.detach() + 0.1 * torch.randn(4, 9, 16, generator=g)
+    head = LMHead(batch.weight, temperature=0.7)
 
     @torch.no_grad()
     def logps_of(hidden):
-        call = (hidden.double(), head, batch.targets, batch.mask)
-        return reference.linear_logprobs(*call, support=support).logps
+        return linear_logprobs(hidden, head, batch.targets, batch.mask, support=support).logps
 
-    old_logps = logps_of(batch.hidden) + 0.3 * torch.randn(batch.mask.shape, generator=g)
-    ref_logps = logps_of(ref_hidden)
-    kwargs = {"ref_per_token_logps": ref_logps.float()}
+    old_logps, ref_logps = logps_of(batch.hidden), logps_of(ref_hidden)
+    old_logps += 0.3 * torch.randn(4, 9, generator=g)
+    kwargs = {"ref_per_token_logps": ref_logps}
     if ref == "head":
         kwargs = {"ref_input": ref_hidden, "ref_weight": batch.weight}
-    config = GRPOLossConfig(loss_type="dapo", beta=0.1, use_bias_correction_kl=False)
     loss, (kl, clipped) = FusedLinearGRPOLoss(beta=0.1, loss_type="dapo", temperature=0.7)(
         *trained, batch.targets, batch.mask, batch.advantages,
-        old_per_token_logps=old_logps.float(), support=support, **kwargs,
+        old_per_token_logps=old_logps, support=support, **kwargs,
     )  # fmt: skip
-    expected = reference.fused_grpo_loss(
-        exact[0], head, batch.targets, batch.advantages.double(), batch.mask, old_logps=old_logps,
+    config = GRPOLossConfig(loss_type="dapo", beta=0.1, use_bias_correction_kl=False)
+    expected = fused_grpo_loss(
+        batch.hidden, head, batch.targets, batch.advantages, batch.mask, old_logps=old_logps,
         ref_logps=ref_logps, support=support, config=config,
     )  # fmt: skip
-    assert float(loss) == pytest.approx(float(expected.loss), rel=1e-4)
-    assert float(kl) == pytest.approx(float(expected.metrics["kl"]), rel=1e-4) and 0 < clipped < 1
-    loss.backward()
-    expected.loss.backward()
-    assert_same_gradients(trained, exact)
+    torch.testing.assert_close((loss, kl), (expected.loss, expected.metrics["kl"]))
+    assert 0 < clipped < 1
+    torch.testing.assert_close(*(gradients_of(x, *trained) for x in (loss, expected.loss)))
 
 
 @pytest.mark.parametrize("labels_as", ("labels", "kept", "shifted"))
@@ -251,34 +242,24 @@ def test_transformers(what, labels_as):
     mask = (shifted[:, states] != -100) & own_mask
     support = make_support(SimpleNamespace(weight=range(V), targets=targets, mask=mask))
 
-    exact = copy.deepcopy(model).double()
-    hidden = exact.base_model(**inputs, use_cache=False).last_hidden_state[:, states]
-    args = (hidden, LMHead(exact.lm_head.weight, temperature=0.7), targets)
-    expected = reference.linear_logprobs(*args, mask, support=support)
+    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state[:, states]
+    args = (hidden, LMHead(model.lm_head.weight, temperature=0.7), targets)
+    expected = linear_logprobs(*args, mask, support=support, entropy=True)
+    config, advantages = GRPOLossConfig(loss_type="dapo"), torch.randn(3, generator=g)
+    old_logps = expected.logps.detach() + 0.3 * torch.randn(mask.shape, generator=g)
+    options = {"old_logps": old_logps, "config": config, "support": support}
+
     attach_fused_head(model, temperature=0.7)
-    places = torch.arange(targets.shape[1])
     if what == "loss":
-        advantages = torch.randn(3, generator=g)
-        old_logps = expected.logps.detach() + 0.3 * torch.randn(mask.shape, generator=g)
-        config = GRPOLossConfig(loss_type="dapo")
-        objective = Objective(
-            advantages, old_logps=old_logps.float(), config=config, mask=own_mask, support=support
-        )
+        objective = Objective(advantages, mask=own_mask, **options)
         out = model(**inputs, **call, fused_head=objective)
-        loss = out.loss
-        expected_loss = reference.fused_grpo_loss(
-            *args, advantages.double(), mask, old_logps=old_logps, support=support, config=config
-        ).loss
+        losses = out.loss, fused_grpo_loss(*args, advantages, mask, **options).loss
     else:
         out = model(**inputs, **call, fused_head=Objective(mask=own_mask, support=support))
-        loss = (out.logps * places).sum() + out.entropy.sum()
-        expected_loss = (expected.logps * places).sum() + expected.entropy.sum()
+        places = torch.arange(targets.shape[1])
+        losses = ((x.logps * places).sum() + x.entropy.sum() for x in (out, expected))
+    close = {"rtol": 1e-4, "atol": 1e-6}
     for name in ("logps", "entropy"):
-        actual, theirs = getattr(out, name).double(), getattr(expected, name)
-        torch.testing.assert_close(actual, theirs, rtol=1e-4, atol=1e-4)
-    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-4, abs=1e-5)
-    loss.backward()
-    expected_loss.backward()
-    for actual, theirs in zip(model.parameters(), exact.parameters(), strict=True):
-        if theirs.grad.norm() > 1e-7:
-            assert relative_error(actual.grad, theirs.grad) < 2e-4
+        torch.testing.assert_close(getattr(out, name), getattr(expected, name), **close)
+    gradients = (torch.autograd.grad(loss, [*model.parameters()]) for loss in losses)
+    torch.testing.assert_close(*gradients, **close)

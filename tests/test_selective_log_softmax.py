@@ -5,108 +5,103 @@ import torch
 
 from grpo_kernels import reference, selective_log_softmax
 from tests.helpers.batches import relative_error
+from tests.helpers.head_options import BACKENDS
 from tests.helpers.tiers import INTERPRETED
 
 
-def logits_like_a_model(shape, V, offset=0.0, seed=0):
-    g = torch.Generator().manual_seed(seed)
+def logits_like_a_model(shape, V, offset=0.0, certainty=9.0):
+    g = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(*shape, V, generator=g) + offset
     targets = torch.randint(0, V, shape, generator=g)
-    return logits.scatter_add(-1, targets[..., None], torch.full((*shape, 1), 9.0)), targets
+    certain = torch.full((*shape, 1), certainty)
+    return logits.scatter_add(-1, targets[..., None], certain), targets
 
 
 def run(call, logits, targets, **options):
-    logits = logits.detach().clone().requires_grad_()
-    logps = call(logits, targets, **options)
+    leaf = logits.detach().clone().requires_grad_()
+    logps = call(leaf, targets, **options)
     g = torch.Generator().manual_seed(2)
     (logps * torch.randn(logps.shape, generator=g).to(logps.device)).sum().backward()
-    return logps.detach(), logits.grad
+    assert torch.equal(leaf, logits)
+    return logps.detach(), leaf.grad
 
 
-def expect_equal(logits, targets, tolerance, backend, **options):
-    exact_options = {
-        k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()
-    }
-    expected = run(reference.selective_log_softmax, logits.double(), targets, **exact_options)
-    logps, grad = run(selective_log_softmax, logits, targets, backend=backend, **options)
+def expect_equal(logits, targets, tolerance, backend, *, logps_tolerance=1e-4, temperature=1.0):
+    exact = temperature.double() if isinstance(temperature, torch.Tensor) else temperature
+    args = logits.double(), targets
+    expected = run(reference.selective_log_softmax, *args, temperature=exact)
+    options = {"backend": backend, "temperature": temperature}
+    logps, grad = run(selective_log_softmax, logits, targets, **options)
     assert logps.dtype == torch.float32 and grad.dtype == logits.dtype
-    assert (logps.double() - expected[0]).abs().max() <= 1e-4
+    assert (logps.double() - expected[0]).abs().max() <= logps_tolerance
     assert relative_error(grad, expected[1]) <= tolerance
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
-@pytest.mark.parametrize("V", (1, 2, 127, 1003, 4097, 9000))
-def test_vocabularies(V, backend):
-    logits, targets = logits_like_a_model((2, 3), V)
-    if V == 1:
-        assert (selective_log_softmax(logits, targets, backend=backend) == 0).all()
-        return
+def allowed_at_random():
+    """Logits of which top-k or a grammar bans most, and all from 5000 on."""
+    logits, targets = logits_like_a_model((4,), 6000)
+    allowed, targets = torch.rand(4, 6000) < 0.01, targets.clamp(max=4999)
+    allowed[:, 5000:] = False
+    allowed.scatter_(1, targets[:, None], True)
+    return logits.masked_fill(~allowed, -float("inf")), targets
+
+
+LOGITS, TARGETS = logits_like_a_model((2, 7), 300)
+CASES = {
     # One of two ids is nearly certain, so 1 - p has lost its digits.
-    expect_equal(logits, targets, 1e-3 if V == 2 else 2e-5, backend)
+    "2 ids": (*logits_like_a_model((2, 3), 2), 1e-3),
+    **{f"{V} ids": (*logits_like_a_model((2, 3), V), 2e-5) for V in (127, 1003, 4097, 9000)},
+    # All-negative logits would underflow from a maximum started at 0.
+    **{
+        f"151,936 logits around {offset}": (*logits_like_a_model((3,), 151_936, offset), 2e-4)
+        for offset in (-300, 0, 300)
+    },
+    "minus infinity": (*allowed_at_random(), 2e-5),
+    "a slice": (LOGITS[:, :-1], TARGETS[:, :-1], 2e-5),
+    "transposed": (LOGITS.transpose(0, 1), TARGETS.T, 2e-5),
+    "vocabulary first": (LOGITS.movedim(-1, 0).contiguous().movedim(0, -1), TARGETS, 2e-5),
+}
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients(case, backend):
+    expect_equal(*CASES[case], backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_single_id_is_certain(backend):
+    assert (selective_log_softmax(*logits_like_a_model((2, 3), 1), backend=backend) == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_certain_tokens_keep_their_digits(backend):
-    logits, targets = logits_like_a_model((4, 3), 700, offset=200.0)
-    logits = logits.scatter_add(-1, targets[..., None], torch.full((4, 3, 1), 5.0))
-    expected = reference.selective_log_softmax(logits.double(), targets)
-    logps = selective_log_softmax(logits, targets, backend=backend)
-    assert expected.abs().min() < 1e-2
-    assert (logps.double() - expected).abs().max() <= 5e-7  # an ulp of the logits is 1.5e-5
-    expect_equal(logits, targets, 2e-4, backend)
+    logits, targets = logits_like_a_model((4, 3), 700, offset=200.0, certainty=14.0)
+    assert reference.selective_log_softmax(logits.double(), targets).abs().min() < 1e-2
+    # An ulp of the logits is 1.5e-5.
+    expect_equal(logits, targets, 2e-4, backend, logps_tolerance=5e-7)
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
-@pytest.mark.parametrize("offset", (-300.0, 0.0, 300.0))
-def test_full_vocabulary(offset, backend):
-    """151,936 entries; all-negative logits would underflow from a maximum started at 0."""
-    expect_equal(*logits_like_a_model((3,), 151_936, offset), 2e-4, backend)
-
-
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ("scalar", "per_token", "zero_dim"))
 def test_temperature(kind, backend):
-    logits, targets = logits_like_a_model((2, 5), 501)
     kinds = {"scalar": 0.6, "per_token": 0.5 + torch.rand(2, 5), "zero_dim": torch.tensor(1.7)}
-    expect_equal(logits, targets, 2e-5, backend, temperature=kinds[kind])
-
-
-@pytest.mark.parametrize("backend", ("torch", "triton"))
-def test_minus_infinity_is_a_logit(backend):
-    """Top-k and grammar masks put it there."""
-    logits, targets = logits_like_a_model((4,), 6000)
-    allowed = torch.rand(4, 6000) < 0.01
-    allowed[:, 5000:] = False
-    allowed.scatter_(1, targets.clamp(max=4999)[:, None], True)
-    logits = logits.masked_fill(~allowed, -float("inf"))
-    targets = targets.clamp(max=4999)
-    expect_equal(logits, targets, 2e-5, backend)
+    expect_equal(*logits_like_a_model((2, 5), 501), 2e-5, backend, temperature=kinds[kind])
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_half_precision(dtype):
     logits, targets = logits_like_a_model((2, 5), 1003)
     garbled = INTERPRETED and dtype == torch.bfloat16
-    for backend in ("torch",) if garbled else ("torch", "triton"):
+    for backend in ("torch",) if garbled else BACKENDS:
         expect_equal(logits.to(dtype), targets, 2.5e-3, backend)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("V", (2, 1003, 32_000, 151_936))
 def test_cuda(V, backend, dtype):
     logits, targets = logits_like_a_model((3, 50), V)
     tolerance = 2e-4 if dtype == torch.float32 else 2.5e-3
     expect_equal(logits.to("cuda", dtype), targets.cuda(), tolerance, backend)
-
-
-@pytest.mark.parametrize("backend", ("torch", "triton"))
-def test_strided_logits(backend):
-    logits, targets = logits_like_a_model((2, 7), 300)
-    temperature = torch.rand(2, 6) + 0.5
-    expect_equal(logits[:, :-1], targets[:, :-1], 2e-5, backend, temperature=temperature)
-    expect_equal(logits.transpose(0, 1), targets.T, 2e-5, backend)
-    vocab_first = logits.movedim(-1, 0).contiguous().movedim(0, -1)
-    expect_equal(vocab_first, targets, 2e-5, backend)
-    assert torch.equal(vocab_first, logits)

@@ -1,7 +1,11 @@
 """Arguments of `run_fused`: fields of the head, those of an objective; and their comparison."""
 
+from dataclasses import replace
+
 import torch
 
+import grpo_kernels
+from grpo_kernels import reference
 from tests.helpers.batches import OBJECTIVES, assert_matches, config, run_fused
 
 BACKENDS = ("torch", "triton")
@@ -36,6 +40,22 @@ def objective_options(name):
 def expect_equal(batch, options, *, tolerance=2e-5, **kwargs):
     expected = run_fused(batch, exact=True, **options, **kwargs)
     actual = run_fused(batch, exact=False, **options, **kwargs)
+    # The reference has no metrics of a support.
+    metrics = {k: v for k, v in actual.metrics.items() if not k.startswith("support/")}
     rounding = {"rounded_to": batch.hidden.dtype, "scale": options.get("scale", 1.0)}
-    assert_matches(actual, expected, tolerance, logps=1e-4, **rounding)
+    compared = replace(actual, metrics=metrics)
+    assert_matches(compared, expected, tolerance, logps=1e-4, **rounding)
     return actual
+
+
+def exact_and_actual(function, *tensors, **how):
+    """Gradients of `function(package, *leaves)`, of the reference in float64 and of the library.
+
+    The library's `function` also gets `how` it is computed.
+    """
+    gradients = []
+    for package, dtype in ((reference, torch.float64), (grpo_kernels, torch.float32)):
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in tensors]
+        function(package, *leaves, **({} if package is reference else how)).backward()
+        gradients.append([x.grad for x in leaves])
+    return gradients

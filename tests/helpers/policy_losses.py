@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels import GRPOLossConfig
 from grpo_kernels.kernels import LogitTransform, PolicyLossResult
+from grpo_kernels.loss.losses import Cispo, Clip, Loss
+from grpo_kernels.loss.objective import policy_objective
+from grpo_kernels.loss.tokens import LossInputs
 
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -41,56 +45,37 @@ def exact_policy_loss(
     logps: Tensor,
     entropy: Tensor | None,
     *,
-    weights: Tensor,
-    count: Tensor,
-    mask: Tensor | None = None,
-    scale: Tensor | None = None,
-    beta: float = 0.0,
-    kl_ratio: bool = False,
-    entropy_coef: float = 0.0,
-    **options: Any,
-) -> PolicyLossResult:
-    """The loss and its gradients; arguments are those of the kernel's function."""
-    active = torch.ones_like(logps, dtype=torch.bool) if mask is None else mask
-    leaves = [x.double().requires_grad_() for x in (logps, entropy) if x is not None]
-
-    def only(x: Tensor | None) -> Tensor | None:
-        return None if x is None else torch.where(active, x.double(), 0.0)
-
-    kwargs = {k: only(x) if isinstance(x, Tensor) else x for k, x in options.items()}
-    logp, old, ref = only(leaves[0]), kwargs.pop("old_logps", None), kwargs.pop("ref_logps", None)
-    ratio = (logp - (logp.detach() if old is None else old)).clamp(max=80.0).exp()
-    loss = _surrogate(logp, ratio, **{k: x for k, x in kwargs.items() if k != "kl_estimator"})
-    loss = loss if scale is None else only(scale) * loss
-    if ref is not None and beta:
-        kl = _kl(ref - logp, kwargs.get("kl_estimator", "k3"))
-        loss = loss + beta * (kl * ratio if kl_ratio else kl)
-    total = (only(weights) * loss).sum()
-    if entropy is not None:
-        total = total - entropy_coef / count.double().clamp(min=1.0) * only(leaves[1]).sum()
-    d = torch.autograd.grad(total, leaves, materialize_grads=True)
-    return PolicyLossResult(total.detach(), d[0], d[1] if len(d) > 1 and entropy_coef else None)
-
-
-def _surrogate(
-    logps: Tensor,
-    ratio: Tensor,
-    *,
-    advantages: Tensor,
     surrogate: str,
     low: float,
     high: float,
     ratio_max: float | None = None,
     dual_clip: float | None = None,
-) -> Tensor:
-    bounded = ratio if ratio_max is None else ratio.clamp(max=ratio_max)
+    scale: Tensor | None = None,
+    kl_ratio: bool = False,
+    beta: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coef: float = 0.0,
+    **tensors: Tensor,
+) -> PolicyLossResult:
+    """The objective and its gradients; arguments are those of the kernel's function."""
     if surrogate == "cispo":
-        return -bounded.detach() * advantages * logps
-    loss = -torch.minimum(bounded * advantages, ratio.clamp(low, high) * advantages)
-    if dual_clip is not None:
-        loss = torch.where(advantages < 0, loss.minimum(-dual_clip * advantages), loss)
-    return loss
-
-
-def _kl(d: Tensor, estimator: str) -> Tensor:
-    return {"k1": -d, "k2": d * d / 2, "k3": d.expm1() - d}[estimator]
+        loss: Loss = Cispo(epsilon_high=ratio_max)
+    else:
+        bounds = {"epsilon": 1 - low, "epsilon_high": high - 1}
+        loss = Clip(**bounds, delta=ratio_max, dual_clip=dual_clip)
+    cfg = GRPOLossConfig(
+        loss_type=loss,
+        beta=beta,
+        kl_estimator=kl_estimator,
+        use_bias_correction_kl=kl_ratio,
+        entropy_coef=entropy_coef,
+        is_correction="none" if scale is None else "token_truncate",
+    )
+    tensors = {k: x if x.dtype == torch.bool else x.double() for k, x in tensors.items()}
+    inputs = LossInputs(
+        **tensors, importance_sampling_weights=None if scale is None else scale.double()
+    )
+    leaves = [x.double().requires_grad_() for x in (logps, entropy) if x is not None]
+    total = policy_objective(cfg, inputs, leaves[0], leaves[1] if len(leaves) > 1 else None)
+    d = torch.autograd.grad(total, leaves, materialize_grads=True)
+    return PolicyLossResult(total.detach(), d[0], d[1] if len(d) > 1 and entropy_coef else None)

@@ -42,12 +42,6 @@ def csr(sets: list[list[int]]) -> Support:
     return Support(ids, offsets)
 
 
-def everything(batch: Batch) -> Support:
-    """The whole vocabulary for each token."""
-    V, N = len(batch.weight), batch.targets.numel()
-    return Support(torch.arange(V).repeat(N), torch.arange(N + 1) * V)
-
-
 def with_logps_of(batch: Batch, support: Support, **head: object) -> Batch:
     """The batch with old, reference and sampler's log-probs around those of the support."""
     mask = batch.mask
@@ -57,8 +51,3 @@ def with_logps_of(batch: Batch, support: Support, **head: object) -> Batch:
     shift = (both[1] - both[0]).float()
     names = ("old_logps", "ref_logps", "sampling_logps")
     return replace(batch, **{name: getattr(batch, name) + shift for name in names})
-
-
-def with_logps_of_call(batch: Batch, support: Support, options: dict) -> Batch:
-    """The same for the options of a call."""
-    return with_logps_of(batch, support, **options.get("head", {}))
