@@ -52,7 +52,7 @@ def tensors_of(names, shape, entries=8):
 
 
 def call_of(
-    kind, names="", head="", *, shape=(B, N // B), K=(), dtype=torch.bfloat16, frozen=False,
+    kind, names="", head="", *, shape=(B, N // B), K=(), dtype=torch.bfloat16, frozen="",
     entries=8, cfg=(), numbers=(), **execution,
 ):  # fmt: skip
     """A call that makes its tensors, `names` of its own and those of the `head`, and a sum.
@@ -71,9 +71,10 @@ def call_of(
             logits = empty(B, shape[1] + 1, V, dtype=dtype, train=True)[:, :-1]
             return function(logits, targets, **tensors).sum()
         lm_head = LMHead(
-            empty(V, H, dtype=dtype, train=not frozen), **tensors_of(head, shape), **dict(numbers)
-        )
-        args = empty(*shape, H, dtype=dtype, train=True), lm_head
+            empty(V, H, dtype=dtype, train="weight" not in frozen), **tensors_of(head, shape),
+            **dict(numbers),
+        )  # fmt: skip
+        args = empty(*shape, H, dtype=dtype, train="hidden" not in frozen), lm_head
         tensors["execution"] = Execution(**execution)
         if kind == "linear_logprobs":
             out = function(*args, targets, entropy=not frozen, **tensors)
@@ -110,6 +111,14 @@ CALLS = {
     "cross-entropy": (loss("mask old_logps ce_weights"), [[N, 900]], 6, 6, 140),
     "LoRA": (loss("old_logps", "bias low_rank temperature"), [[N]], 5, 13, 95),
     "capturable": (loss("mask old_logps", capturable=True), [], 5, 6, 80),
+    # What is frozen costs no GEMM.
+    "loss, frozen head": (loss("old_logps", frozen="weight"), [[N]], 5, 5, 65),
+    "loss, head alone": (loss("old_logps", frozen="hidden"), [[N]], 5, 5, 65),
+    "loss, no gradient": (loss("old_logps", frozen="hidden weight"), [[N]], 2, 1, 65),
+    "log-probs, head alone": (logps(frozen="hidden", **HALVES), [[], [N]], 20, 22, 55),
+    "distillation, frozen head": (
+        distillation("mask reference", frozen="weight"), [[N]], 2, 3, 35
+    ),
     # Logits and gradients on the same memory.
     "float32": (loss("old_logps", dtype=torch.float32, **HALVES), [[N]], 8, 12, 95),
     # A second sweep makes the gradient.
@@ -129,8 +138,8 @@ CALLS = {
     "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 24, 430),
     "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 170),
     # With a frozen head the forward keeps the gradients.
-    "frozen": (logps(frozen=True, **HALVES), [[]], 16, 18, 35),
-    "not kept": (logps(frozen=True, keep_gradients=False, **HALVES), [[], [N]], 20, 22, 35),
+    "frozen": (logps(frozen="weight", **HALVES), [[]], 16, 18, 35),
+    "not kept": (logps(frozen="weight", keep_gradients=False, **HALVES), [[], [N]], 20, 22, 35),
     # Two heads: their logits side by side, in one sweep.
     "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 4, 8, 35),
     "distillation, capturable": (distillation("mask reference", capturable=True), [], 2, 4, 40),
@@ -162,7 +171,9 @@ COMPILED_AT_RUN_TIME = {
 def count(call, *answers, **num_items):
     """Returns counts of a call and its backward."""
     with CountedCUDA(*answers) as gpu:
-        call(**num_items).backward()
+        total = call(**num_items)
+        if total.requires_grad:
+            total.backward()
     operations = {name.split(".")[0].removeprefix("special_") for name in gpu.launches}
     assert not operations & COMPILED_AT_RUN_TIME
     return gpu

@@ -6,7 +6,13 @@ import torch
 from benchmarks.workloads import make
 from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.head.call import head_call
-from grpo_kernels.head.products import Products, column_slices, columns_at_once, slices_of
+from grpo_kernels.head.products import (
+    Products,
+    as_operand,
+    column_slices,
+    columns_at_once,
+    slices_of,
+)
 from tests.helpers.batches import config, make_batch, relative_error
 from tests.helpers.fake_cuda import CountedCUDA
 from tests.helpers.half_gemms import imitate
@@ -42,6 +48,13 @@ def test_columns_that_tensor_cores_cannot_take_go_apart(V, dtype, major, expecte
     with CountedCUDA(major=major):
         weight = torch.empty(V, 16, dtype=dtype, device="cuda")
         assert [(x.start, x.stop) for x in column_slices(weight)] == expected
+
+
+def test_a_weight_that_no_gemm_takes_is_copied():
+    weight, dtype = torch.randn(6, 8), torch.float32
+    assert as_operand(weight, dtype) is weight and as_operand(weight.T, dtype).T.equal(weight)
+    assert as_operand(weight.T, dtype).data_ptr() == weight.data_ptr()
+    assert as_operand(weight[:, ::2], dtype).is_contiguous()
 
 
 def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time():
