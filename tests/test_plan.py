@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from grpo_kernels.base.checks import ValueChecks
-from grpo_kernels.head.budget import SWEPT_ROWS_PER_SM, RowBytes, buffer_rows, gpu
+from grpo_kernels.head.budget import (
+    SWEPT_ROWS_PER_SM,
+    RowBytes,
+    buffer_rows,
+    default_chunk_bytes,
+    gpu,
+)
 from grpo_kernels.head.row_plan import RowPlan, plan_rows
 from grpo_kernels.kernels.triton_logits import REGISTERS, ROW_LAUNCH
 from tests.helpers.fake_cuda import CountedCUDA
@@ -87,10 +93,12 @@ def test_workspace_depends_on_the_budget_alone():
         assert made.largest_chunk <= (64 << 20) // (4 * QWEN)
 
 
-def test_default_budget_on_a_cpu():
-    """512 rows of logits, unless the vocabulary is enormous."""
+def test_default_budget():
+    """512 rows of logits, unless the vocabulary is enormous; 1/16 of a small GPU's memory."""
     for V, H, expected in ((49_152, 576, 512), (1000, 8, 512), (262_144, 4096, 320)):
         assert plan_of_all(10**6, torch.empty(1).expand(V, H)).max_chunk_rows == expected
+    assert default_chunk_bytes(QWEN, "cuda", 16 << 30) == 1 << 30
+    assert default_chunk_bytes(QWEN, "mps") == 448 << 20
 
 
 @pytest.mark.parametrize(

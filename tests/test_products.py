@@ -11,6 +11,7 @@ from grpo_kernels.head.products import (
     as_operand,
     column_slices,
     columns_at_once,
+    new_rows,
     slices_of,
 )
 from tests.helpers.batches import config, make_batch, relative_error
@@ -48,6 +49,8 @@ def test_columns_that_tensor_cores_cannot_take_go_apart(V, dtype, major, expecte
     with CountedCUDA(major=major):
         weight = torch.empty(V, 16, dtype=dtype, device="cuda")
         assert [(x.start, x.stop) for x in column_slices(weight)] == expected
+        assert new_rows(weight, 2, V, dtype).stride() == (1024, 1)  # where vectors begin
+    assert new_rows(torch.empty(0), 2, V, dtype).is_contiguous()
 
 
 def test_a_weight_that_no_gemm_takes_is_copied():
