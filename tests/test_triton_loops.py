@@ -66,6 +66,7 @@ def test_a_row_swept_twice_has_the_anchor_of_its_last_sweep():
     command = [sys.executable, "-c", TTIR]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    indent, loop = re.search(r"\n( *)(%\w+):\d+ = scf\.while ", done.stdout).groups()
-    _, after = done.stdout.split(f"\n{indent}}} attributes", 1)
-    assert re.search(rf"arith\.subf %\w+, {loop}#\d+ : f32", after), after
+    loop = re.search(r"\n( *)(%\w+):\d+ = scf\.while ", done.stdout)
+    indent, name = loop.groups()
+    after = done.stdout[loop.end() :].split(f"\n{indent}}} attributes", 1)[-1]
+    assert re.search(rf"arith\.subf %\w+, {name}#\d+ : f32", after), after
