@@ -1,12 +1,13 @@
-"""The calls inside the machinery of training."""
+"""The calls inside the machinery of training: each gives what it gives alone."""
 
 import ast
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import grpo_kernels
@@ -16,211 +17,176 @@ from grpo_kernels import (
     LMHead,
     Reference,
     Support,
-    check_sampler,
     fused_distillation_loss,
     fused_grpo_loss,
-    group_advantages,
     grpo_loss,
     linear_logprobs,
-    per_token_kl,
     reference,
-    selective_log_softmax,
-    topk_kl,
 )
+from grpo_kernels.base.autograd import float16_scale
 from grpo_kernels.head import call as head_calls
 from grpo_kernels.kernels.divergences import DIVERGENCES
-from tests.helpers.batches import make_batch, relative_error, run_fused
+from tests.helpers.batches import make_batch, relative_error
 from tests.helpers.fake_cuda import CountedCUDA
-from tests.helpers.head_options import BACKENDS
+from tests.helpers.head_options import BACKENDS, expect_equal
 from tests.helpers.supports import make_support
 from tests.helpers.tiers import in_turn
 
-
-def head(batch, *names):
-    return [getattr(batch, n).clone().requires_grad_() for n in names or ("hidden", "weight")]
-
-
-def call_fused(batch, hidden, weight):
-    args = batch.targets, batch.advantages, batch.mask
-    return fused_grpo_loss(hidden, weight, *args, old_logps=batch.old_logps).loss
-
-
-def call_two_passes(batch, hidden, weight):
-    out = linear_logprobs(hidden, weight, batch.targets, mask=batch.mask)
-    return grpo_loss(out.logps, batch.advantages, batch.mask, old_logps=batch.old_logps).loss
-
-
-CALLS = {"fused": call_fused, "two_passes": call_two_passes}
+LEAVES = ("hidden", "weight", "bias", "logits", "logps", "entropy")
 
 
 @pytest.fixture
-def batch():
-    return make_batch()
+def inputs():
+    return inputs_of(make_batch(H=24, V=61))
 
 
-@pytest.fixture
-def expected(batch):
-    return run_fused(batch, exact=True, old_logps=True).gradients
+def inputs_of(batch):
+    """Tensors for every call, by name; what is masked is finite."""
+    mask, V, hidden = batch.mask, len(batch.weight), batch.hidden.nan_to_num()
+    ids, old_logps = batch.targets.masked_fill(~mask, 0), batch.old_logps.nan_to_num(-1.0)
+    factors = torch.linspace(0.5, 1.5, mask.numel()).view(mask.shape)
+    logits = torch.randn(*mask.shape, V, generator=torch.Generator().manual_seed(3))
+    support = make_support(batch, without=0.0, most=9)
+    return {
+        "hidden": hidden, "weight": batch.weight, "bias": batch.bias, "temperature": factors,
+        "logits": logits, "logps": old_logps - 0.2 * factors, "entropy": factors,
+        "targets": ids, "several": torch.stack([ids, ids * 7 % V], -1), "mask": mask,
+        "advantages": batch.advantages[:, None] * factors, "ce_weights": factors / 100,
+        "old_logps": old_logps, "ref_logps": old_logps + 0.1, "sampling_logps": old_logps - 0.1,
+        "ref_hidden": hidden.flip(0), "ref_weight": batch.weight.flip(1),
+        "ref_logits": logits.flip(0), "token_ids": support.token_ids, "offsets": support.offsets,
+    }  # fmt: skip
 
 
-def assert_gradients(hidden, weight, expected, tolerance=2e-5):
-    assert relative_error(hidden.grad, expected["hidden"]) < tolerance
-    assert relative_error(weight.grad, expected["weight"]) < tolerance
+def prepared(inputs, backend="torch", num_items=None):
+    """Arguments of every call."""
+    leaves = {name: inputs[name].detach().requires_grad_() for name in LEAVES}
+    x = SimpleNamespace(**inputs | leaves, backend=backend, num_items=num_items)
+    return with_head(x)
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_outer_scale_and_accumulation(call, batch, expected):
-    hidden, weight = head(batch)
-    for factor in (0.25, 0.5, 0.25):
-        (factor * CALLS[call](batch, hidden, weight)).backward()
-    assert_gradients(hidden, weight, expected)
-
-
-def laid_out(x, kind):
-    """The same values, with memory beside them that is filled; expanded if all are the same."""
-    if kind == "strided":
-        return torch.stack([x, x, x], -1)[..., 1]
-    if kind == "transposed":
-        return x.movedim(-1, 0).contiguous().movedim(0, -1)
-    if kind == "expanded" and bool((x == x.flatten()[0]).all()):
-        return x.flatten()[0].expand(x.shape)
+def with_head(x):
+    x.head = LMHead(x.weight, x.bias, softcap=9.0, temperature=x.temperature)
+    x.policy = x.hidden, x.head, x.targets, x.advantages, x.mask
+    x.execution = {"execution": Execution(backend=x.backend)}
+    x.how = {"num_items": x.num_items, **x.execution}
+    x.support, x.reference = Support(x.token_ids, x.offsets), Reference(x.ref_hidden, x.ref_weight)
     return x
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "backend"),
-    in_turn(
-        ("entries", "support", "logprobs", "several", "logits", "loss"),
-        ("strided", "transposed", "expanded"),
-        BACKENDS,
-    ),
-)
-def test_inputs_and_gradients_that_are_not_dense(call, kind, backend):
-    """Kernels address them as if they were."""
-    batch = make_batch(H=24, V=61)
-    support = make_support(batch, without=0.0, most=20)
-    mask, ids, shape = batch.mask, batch.targets.masked_fill(~batch.mask, 0), batch.mask.shape
-    factors = torch.linspace(0.5, 1.5, mask.numel()).view(shape)
-    grads_of_both = []
-    for how in ("dense", kind):
-        leaves = [batch.hidden.nan_to_num(), batch.weight, batch.bias]
-        leaves = [laid_out(x, how).detach().requires_grad_() for x in leaves]
-        states, weight, bias = leaves
-        temperature, options = laid_out(factors, how), {"execution": Execution(backend=backend)}
-        lm_head = LMHead(weight, bias, softcap=9.0, temperature=temperature)
-        targets, count = laid_out(ids, how), laid_out(mask, how)
-        if call == "loss":
-            constants = {"old_logps": batch.old_logps, "ref_logps": batch.old_logps + 0.1}
-            constants = {
-                n: laid_out(x, how) for n, x in {**constants, "ce_weights": factors}.items()
-            }
-            advantages = laid_out(batch.advantages[:, None] * factors, how)
-            out = fused_grpo_loss(
-                states, lm_head, targets, advantages, count, **constants, **options
-            )
-            results = [out.loss]
-        elif call == "logits":
-            logits = laid_out(states @ weight.T + bias, how)
-            results = [
-                selective_log_softmax(logits, targets, temperature=temperature, backend=backend)
-            ]
-        else:
-            if call in ("entries", "support"):
-                options["support"] = Support(*(laid_out(x, how) for x in support))
-            if call == "entries":
-                targets, options["entries"] = None, True
-            if call == "several":
-                targets = laid_out(torch.stack([ids, ids * 7 % 61], -1), how)
-            results = linear_logprobs(states, lm_head, targets, count, entropy=True, **options)[:3]
-        total = 0.0
-        for x in results:
-            weights = torch.arange(1, x.numel() + 1).view(x.shape) % 5
-            x.register_hook(lambda g, how=how: laid_out(g, how))
-            total = total + (x if kind == "expanded" else x * weights).sum()
-        total.backward()
-        grads_of_both.append([x.grad for x in leaves])
-    for dense, other in zip(*grads_of_both, strict=True):
-        assert dense.norm() > 0 and relative_error(other, dense) < 1e-6
-
-
-@pytest.mark.parametrize("name", ("advantages", "mask", "old_logps", "targets"))
-@pytest.mark.parametrize("call", ("fused", "loss", "logits"))
-def test_constants_made_in_inference_mode(call, name, batch):
-    """Rollouts make such constants."""
-    results = []
-    for mode in (False, True):
-        constants = {n: getattr(batch, n) for n in ("advantages", "mask", "old_logps")}
-        constants["targets"] = batch.targets.masked_fill(~batch.mask, 0)
-        with torch.inference_mode(mode):
-            constants[name] = constants[name].clone()
-        hidden, weight = head(batch)
-        hidden.data.nan_to_num_()
-        advantages, mask, old, targets = constants.values()
-        if call == "fused":
-            loss = fused_grpo_loss(hidden, weight, targets, advantages, mask, old_logps=old).loss
-        elif call == "logits":
-            loss = selective_log_softmax(hidden @ weight.T, targets).square().sum()
-        else:
-            logps = linear_logprobs(hidden, weight, targets, mask).logps
-            loss = grpo_loss(logps, advantages, mask, old_logps=old).loss
-        loss.backward()
-        results.append((hidden.grad, weight.grad))
-    for expected, actual in zip(*results, strict=True):
-        assert expected.norm() > 0 and torch.equal(actual, expected)
 
 
 EXACT_KL = GRPOLossConfig(beta=0.1, kl_estimator="exact", entropy_coef=0.1, loss_type="grpo")
 CORRECTED = GRPOLossConfig(is_correction="token_truncate", off_policy_threshold=0.1)
+# Every public call that has a gradient.
+CALLS = {
+    "fused_loss": lambda x: fused_grpo_loss(
+        *x.policy, old_logps=x.old_logps, ref_logps=x.ref_logps, ce_weights=x.ce_weights, **x.how
+    ),
+    "exact_kl": lambda x: fused_grpo_loss(
+        *x.policy, reference=x.reference, config=EXACT_KL, **x.how
+    ),
+    "truncated_loss": lambda x: fused_grpo_loss(*x.policy, support=x.support, **x.how),
+    **{kind: lambda x, kind=kind: fused_distillation_loss(
+        x.hidden, x.head, x.reference, x.mask if x.num_items is None else None, kind=kind, **x.how
+    ) for kind in DIVERGENCES},
+    "log_probs": lambda x: linear_logprobs(
+        x.hidden, x.head, x.targets, x.mask, entropy=True, **x.execution
+    ),
+    "several": lambda x: linear_logprobs(x.hidden, x.head, x.several, x.mask, **x.execution),
+    "support": lambda x: linear_logprobs(
+        x.hidden, x.head, x.targets, x.mask, support=x.support, entropy=True, **x.execution
+    ),
+    "entries": lambda x: linear_logprobs(
+        x.hidden, x.head, None, x.mask, support=x.support, entries=True, **x.execution
+    ),
+    "log_softmax": lambda x: grpo_kernels.selective_log_softmax(
+        x.logits, x.targets, temperature=x.temperature, backend=x.backend
+    ),
+    "loss": lambda x: grpo_loss(
+        x.logps, x.advantages, x.mask, entropy=x.entropy, old_logps=x.old_logps,
+        sampling_logps=x.sampling_logps, ce_weights=x.ce_weights, num_items=x.num_items,
+        config=CORRECTED, backend=x.backend,
+    ),
+    "kl": lambda x: grpo_kernels.per_token_kl(
+        x.logps, x.ref_logps, x.mask, estimator="k3+", clamp=1.0
+    ),
+    **{f"topk_{kind}": lambda x, kind=kind: grpo_kernels.topk_kl(
+        *(y.log_softmax(-1)[..., :4] for y in (x.logits, x.ref_logits)), direction=kind
+    ) for kind in DIVERGENCES},
+}  # fmt: skip
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
-def everything(batch, backend, numbers):
-    """Results and gradients of each public call; two tokens of each row are masked."""
-    (hidden, weight), results = head(batch), []
-    hidden.data.nan_to_num_()
-    B, T = batch.mask.shape
-    mask, old = (torch.arange(T) < T - 2).expand(B, T), batch.old_logps.nan_to_num(-1.0)
-    targets = batch.targets.clamp(min=0)
-    head_args, on = (hidden, weight, targets, batch.advantages), {"backend": backend}
-    teacher = Reference(hidden.detach().flip(0), weight.detach().flip(1))
-    how = {"execution": Execution(backend=backend)}
-    sets = Support(
-        torch.stack([targets, (targets + 1) % 13], -1).flatten(), 2 * torch.arange(B * T + 1)
-    )
+def tensors_in(results):
+    return [x for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
 
-    def add(out):
-        tensors = [out] if isinstance(out, torch.Tensor) else [*out]
-        for x in tensors:
-            results.extend(x.values() if isinstance(x, dict) else () if x is None else [x])
-        if tensors[0].requires_grad:
-            d = torch.autograd.grad(tensors[0].sum(), (hidden, weight), retain_graph=True)
-            results.extend(d)
-        return out
 
-    scored = add(linear_logprobs(hidden, weight, targets, mask, entropy=True, **how))
-    many = add(linear_logprobs(hidden, weight, targets[..., None] % 7 + torch.arange(4), **how))
-    add(linear_logprobs(hidden, weight, None, support=sets, entries=True, **how))
-    add(selective_log_softmax(hidden @ weight.T, targets, **on))
-    constants = {"old_logps": old, "sampling_logps": old - 0.1, "ce_weights": old / 1000}
-    for number in numbers:
-        numbered = how | {"num_items": number}
-        for kind in DIVERGENCES:
-            args = hidden, weight, teacher, mask if number is None else None
-            add(fused_distillation_loss(*args, kind=kind, **numbered))
-        args = scored.logps, batch.advantages, mask
-        add(grpo_loss(*args, config=CORRECTED, num_items=number, **constants, **on))
-        add(fused_grpo_loss(*head_args, mask, **constants, **numbered))
-        add(fused_grpo_loss(*head_args, reference=teacher, config=EXACT_KL, **numbered))
-        add(fused_grpo_loss(*head_args, mask, support=sets, **numbered))
-    rewards = torch.linspace(0, 1, 514, dtype=torch.float32).square().view(-1, 2)
-    for options in ({}, {"scale": "batch"}, {"aggregation": "normalize_then_sum"}):
-        add(group_advantages(rewards, 257, weights=[1.0, 0.3], **options))
-    add(group_advantages(rewards, 257, baseline="length", lengths=torch.arange(257) + 1))
-    add(per_token_kl(scored.logps, old, mask, estimator="k3+", clamp=1.0))
-    for direction in DIVERGENCES:
-        add(topk_kl(many.logps, many.logps.detach() - 0.1, direction=direction))
-    gap = check_sampler(old, old - 0.1, old * 1.01, mask)
-    results.append(torch.tensor(gap, dtype=torch.float64))
-    return results
+def total_of(results):
+    """A sum of the results in which elements have weights of their own."""
+    parts = [x * (torch.arange(1, x.numel() + 1).view(x.shape) % 5) for x in results]
+    return sum(part.sum() for part in parts if part.requires_grad)
+
+
+def run(call, inputs, *options):
+    """The results of a call, then the gradients of the sum of them."""
+    x = prepared(inputs, *options)
+    results = tensors_in(call(x))
+    total_of(results).backward()
+    gradients = [y.grad for name in LEAVES if (y := getattr(x, name)).grad is not None]
+    assert all(y.norm() > 0 for y in gradients)
+    return [*(y.detach() for y in results), *gradients]
+
+
+def expect_close(actual, expected, tolerance=2e-6):
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == y.dtype and relative_error(x, y) <= tolerance
+
+
+LAYOUTS = {
+    "strided": lambda x: torch.stack([x, x, x], -1)[..., 1],
+    "transposed": lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1),
+    # A sum's gradient is one number.
+    "expanded": lambda x: x.flatten()[0].expand(x.shape) if (x == x.flatten()[0]).all() else x,
+}
+
+
+@pytest.mark.parametrize(("name", "layout", "backend"), in_turn(CALLS, LAYOUTS, BACKENDS))
+def test_inputs_and_gradients_that_are_not_dense(name, layout, backend, inputs):
+    """Kernels address them as if they were."""
+    lay_out = LAYOUTS[layout]
+
+    def with_gradients(made):
+        def call(x):
+            results = [y for y in tensors_in(CALLS[name](x)) if y.requires_grad]
+            for y in results:
+                y.register_hook(lambda g: made(torch.ones_like(g) if layout == "expanded" else g))
+            return results
+
+        return call
+
+    expected = run(with_gradients(torch.Tensor.contiguous), inputs, backend)
+    inputs = {name: lay_out(x) if x.dim() else x for name, x in inputs.items()}
+    expect_close(run(with_gradients(lay_out), inputs, backend), expected)
+
+
+@every_call
+def test_constants_made_in_inference_mode(call, inputs):
+    """Rollouts make such constants."""
+    with torch.inference_mode():
+        constants = {name: x.clone() for name, x in inputs.items() if name not in LEAVES}
+    expect_close(run(call, inputs | constants), run(call, inputs), 0.0)
+
+
+def other_results(inputs):
+    """Results of the calls that have no gradient."""
+    old, rewards = inputs["old_logps"], torch.linspace(0, 1, 514, dtype=torch.float32)
+    for options in (
+        {}, {"scale": "batch"}, {"aggregation": "normalize_then_sum"},
+        {"baseline": "length", "lengths": torch.arange(257) + 1, "weights": None},
+    ):  # fmt: skip
+        options = {"weights": [1.0, 0.3], **options}
+        yield grpo_kernels.group_advantages(rewards.square().view(-1, 2), 257, **options)
+    gap = grpo_kernels.check_sampler(old, old - 0.1, old * 1.01, inputs["mask"])
+    yield torch.tensor(gap, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -231,17 +197,24 @@ def test_another_default_dtype_changes_nothing(dtype, backend):
     """Scripts set one for a model that they load. In half precision 267 or 70,001 is no number."""
     T, numbers = 91, (None, 257, torch.tensor(70_001), torch.tensor(257.5))
     if backend == "triton":  # whose interpreter is slow
-        T, numbers = 3, (torch.tensor(70_001),)
-    args = make_batch(B=3, T=T, H=8, V=13), backend, numbers
-    expected = everything(*args)
+        T, numbers = 2, (torch.tensor(70_001),)
+    inputs = inputs_of(make_batch(B=2, T=T, H=8, V=13))
+
+    def everything():
+        yield from other_results(inputs)
+        for name, call in CALLS.items():
+            is_loss = "loss" in name or name in ("exact_kl", *DIVERGENCES)
+            for number in numbers if is_loss else (None,):
+                yield from run(call, inputs, backend, number)
+
+    expected = list(everything())
     torch.set_default_dtype(dtype)
     try:
-        actual = everything(*args)
+        actual = list(everything())
     finally:
         torch.set_default_dtype(torch.float32)
     assert sum(bool((x != 0).any()) for x in expected) > 0.7 * len(expected)
-    for after, before in zip(actual, expected, strict=True):
-        assert after.dtype == before.dtype and torch.equal(after, before)
+    expect_close(actual, expected, 0.0)
 
 
 MAKERS = {
@@ -263,71 +236,39 @@ def test_every_tensor_is_made_with_a_dtype():
                 assert "dtype" in {x.arg for x in node.keywords}, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_tied_head(call, batch):
-    """The weight is the embedding, too: both gradients arrive, in one tensor."""
-    ids = torch.randint(0, 1003, batch.mask.shape)
-    grads = []
-    for exact in (True, False):
-        table = batch.weight.double() if exact else batch.weight.clone()
-        table.requires_grad_()
-        mix = torch.nn.functional.embedding(ids, table).tanh() * 0.3
-        if exact:
-            loss = reference.fused_grpo_loss(
-                mix, table, batch.targets, batch.advantages, batch.mask,
-                old_logps=batch.old_logps.double(),
-            ).loss  # fmt: skip
-        else:
-            loss = CALLS[call](batch, mix, table)
-        loss.backward()
-        grads.append(table.grad)
-    assert relative_error(grads[1], grads[0]) < 2e-5
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("call", CALLS)
-def test_autocast_computes_in_float32(call, dtype, batch, expected):
-    hidden, weight = head(batch)
-    with torch.autocast("cpu", dtype=dtype):
-        loss = CALLS[call](batch, hidden, weight)
-    assert loss.dtype == torch.float32
-    loss.backward()
-    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
-    assert_gradients(hidden, weight, expected)
+@every_call
+def test_autocast_computes_in_float32(call, dtype, inputs):
+    def under_autocast(x):
+        with torch.autocast("cpu", dtype=dtype):
+            return call(x)
+
+    expect_close(run(under_autocast, inputs), run(call, inputs))
+
+
+@pytest.mark.parametrize("name", ("hidden", "weight"))
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_mixed_dtypes(loss_type, name):
+    """A float32 head under a bf16 body, and the reverse: computed from both as they are."""
+    batch, config = make_batch(), GRPOLossConfig(loss_type=loss_type)
+    setattr(batch, name, getattr(batch, name).bfloat16())
+    expect_equal(batch, {"old_logps": True, "config": config}, tolerance=2.5e-3)
 
 
 def test_a_bf16_head_with_a_float32_adapter():
     """PEFT trains `lora_b` and freezes the weight."""
     batch, grads = make_batch(), []
     g = torch.Generator().manual_seed(1)
-    tensors = (
-        batch.hidden.bfloat16(),
-        batch.hidden[..., :5].clone(),
-        torch.randn(1003, 5, generator=g),
-    )
-    for call, dtype in ((fused_grpo_loss, None), (reference.fused_grpo_loss, torch.float64)):
-        leaves = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in tensors]
-        weight = batch.weight.bfloat16().to(dtype or torch.bfloat16)
-        args = batch.targets, batch.advantages, batch.mask
-        lm_head = LMHead(weight, low_rank=tuple(leaves[1:]))
-        call(leaves[0], lm_head, *args, old_logps=batch.old_logps).loss.backward()
+    hidden, weight = batch.hidden.bfloat16(), batch.weight.bfloat16()
+    trained = hidden, batch.hidden[..., :5], torch.randn(1003, 5, generator=g)
+    for package, dtype in ((grpo_kernels, None), (reference, torch.float64)):
+        leaves = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in trained]
+        lm_head = LMHead(weight.to(dtype or weight.dtype), low_rank=tuple(leaves[1:]))
+        args = leaves[0], lm_head, batch.targets, batch.advantages, batch.mask
+        package.fused_grpo_loss(*args).loss.backward()
         grads.append([x.grad for x in leaves])
-    for actual, truth, x in zip(*grads, tensors, strict=True):
-        assert actual.dtype == x.dtype and relative_error(actual, truth) < 2.5e-3
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_mixed_dtypes(call, batch):
-    """A float32 head under a bf16 body, and the reverse: computed from both as they are."""
-    for names in (("hidden",), ("weight",)):
-        mixed = make_batch()
-        for name in names:
-            setattr(mixed, name, getattr(mixed, name).bfloat16())
-        expected = run_fused(mixed, exact=True, old_logps=True).gradients
-        hidden, weight = head(mixed)
-        CALLS[call](mixed, hidden, weight).backward()
-        assert hidden.grad.dtype == hidden.dtype and weight.grad.dtype == weight.dtype
-        assert_gradients(hidden, weight, expected, 2.5e-3)
+    for actual, truth in zip(*grads, strict=True):
+        assert relative_error(actual, truth) < 2.5e-3
 
 
 def test_operands_of_two_dtypes_are_warned_of_once(real_memory, monkeypatch):
@@ -346,79 +287,63 @@ def test_operands_of_two_dtypes_are_warned_of_once(real_memory, monkeypatch):
 
 
 @pytest.mark.parametrize("use_reentrant", (False, True))
-@pytest.mark.parametrize("call", CALLS)
-def test_gradient_checkpointing(call, use_reentrant, batch, expected):
-    hidden, weight = head(batch)
-    loss = checkpoint(CALLS[call], batch, hidden, weight, use_reentrant=use_reentrant)
-    loss.backward()
-    assert_gradients(hidden, weight, expected)
+@every_call
+def test_gradient_checkpointing(call, use_reentrant, inputs):
+    count = sum(y.requires_grad for y in tensors_in(call(prepared(inputs))))
+
+    def recomputed(x):
+        def with_leaves(*leaves):
+            again = with_head(SimpleNamespace(**vars(x) | dict(zip(LEAVES, leaves, strict=True))))
+            return tuple(tensors_in(call(again))[:count])
+
+        leaves = [getattr(x, name) for name in LEAVES]
+        return checkpoint(with_leaves, *leaves, use_reentrant=use_reentrant)
+
+    expected = run(lambda x: tensors_in(call(x))[:count], inputs)
+    expect_close(run(recomputed, inputs), expected, 0.0)
 
 
-class Products(TorchDispatchMode):
-    """Records which gradients of the head are computed, by the shapes of the products."""
-
-    def __init__(self, hidden, weight):
-        super().__init__()
-        self.H, self.weight, self.computed = hidden.shape[-1], tuple(weight.shape), set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            if tuple(out.shape) == self.weight:
-                self.computed.add("weight")
-            elif out.shape[1] == self.H:
-                self.computed.add("hidden")
-        return out
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("trained", ((), ("hidden",), ("weight",), ("hidden", "weight")), ids=str)
-def test_what_is_frozen_costs_no_work(trained, call, batch):
-    hidden, weight = head(batch)
-    hidden.requires_grad_("hidden" in trained)
-    weight.requires_grad_("weight" in trained)
-    with Products(hidden, weight) as products, torch.set_grad_enabled(bool(trained)):
-        loss = CALLS[call](batch, hidden, weight)
-        if trained:
-            loss.backward()
-    assert products.computed == set(trained) and loss.requires_grad == bool(trained)
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_retained_graph_gives_the_same_twice(call, batch, expected):
-    hidden, weight = head(batch)
-    loss = CALLS[call](batch, hidden, weight)
-    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    (3 * loss).backward(retain_graph=True)
-    for one, three in zip(first, (hidden.grad, weight.grad), strict=True):
-        torch.testing.assert_close(3 * one, three)
-    hidden.grad = weight.grad = None
-    loss.backward()
-    assert_gradients(hidden, weight, expected)
+@every_call
+def test_retained_graph_gives_the_same_twice(call, inputs):
+    x, expected = prepared(inputs), run(call, inputs)
+    total, leaves = total_of(tensors_in(call(x))), [getattr(x, name) for name in LEAVES]
+    for factor in (3, 1):
+        gradients = torch.autograd.grad(
+            factor * total, leaves, retain_graph=True, allow_unused=True
+        )
+        gradients = [y / factor for y in gradients if y is not None]
+        expect_close(gradients, expected[-len(gradients) :])
+    total.backward()
     with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
+        total.backward()
 
 
-def test_double_backward_is_refused(batch):
-    hidden, weight = head(batch)
-    logps = batch.old_logps.nan_to_num().requires_grad_()
-    logits = torch.randn(3, 11, requires_grad=True)
-    for name, result, leaf in (
-        ("fused_grpo_loss", call_fused(batch, hidden, weight), hidden),
-        ("linear_logprobs", call_two_passes(batch, hidden, weight), hidden),
-        ("grpo_loss", grpo_loss(logps, batch.advantages, batch.mask).loss, logps),
-        ("selective_log_softmax", selective_log_softmax(logits, torch.arange(3)).sum(), logits),
-    ):
-        with pytest.raises(RuntimeError, match="double backward is not supported") as caught:
-            torch.autograd.grad(result, leaf, create_graph=True)
-        assert name == "linear_logprobs" or name in str(caught.value)
+@pytest.mark.parametrize(
+    ("name", "leaf", "said"),
+    (
+        ("fused_loss", "hidden", "fused_grpo_loss: "), ("log_probs", "weight", ""),
+        ("reverse", "hidden", "fused_distillation_loss: "), ("loss", "logps", "grpo_loss: "),
+        ("log_softmax", "logits", "selective_log_softmax: "),
+    ),
+)  # fmt: skip
+def test_double_backward_is_refused(name, leaf, said, inputs):
+    x = prepared(inputs)
+    total = total_of(tensors_in(CALLS[name](x)))
+    with pytest.raises(RuntimeError, match=f"^{said}.*double backward is not supported"):
+        torch.autograd.grad(total, getattr(x, leaf), create_graph=True)
 
 
-def test_outputs_do_not_require_grad_but_the_loss(batch):
-    hidden, weight = head(batch)
-    out = fused_grpo_loss(hidden, weight, batch.targets, batch.advantages, batch.mask)
-    assert out.loss.requires_grad and not out.logps.requires_grad
-    assert not any(m.requires_grad or m.ndim for m in out.metrics.values())
+@pytest.mark.parametrize("name", ("fused_loss", "exact_kl", "reverse", "loss"))
+def test_nothing_but_the_loss_has_a_gradient(name, inputs):
+    first, *rest = tensors_in(CALLS[name](prepared(inputs)))
+    assert first.requires_grad and not any(x.requires_grad for x in rest)
+
+
+@pytest.mark.parametrize("largest", (1e-25, 3e-6, 0.999, 1.0, 1.001, 700.0, 1e30))
+def test_what_float16_holds_is_brought_to_between_1_and_2(largest):
+    scale = float16_scale([torch.float32, torch.float16], lambda: torch.tensor(largest))
+    assert 1.0 <= largest * float(scale) < 2.0 and float(scale.log2()) % 1 == 0
+    assert float16_scale([torch.float32, torch.bfloat16], lambda: 1 / 0) is None
 
 
 # `capturable=True`: every row takes part, and nothing is read back
@@ -448,33 +373,29 @@ def test_a_masked_row_of_large_logits(backend):
 @pytest.mark.parametrize("masked", (False, True), ids=("all", "masked"))
 def test_cuda_graph(masked):
     """A captured step, replayed on other inputs, gives what a plain call gives."""
-    batches = [make_batch(B=6, T=11, V=5003, seed=s).to("cuda", torch.bfloat16) for s in (0, 1)]
-    names = ("hidden", "weight", "targets", "advantages", "mask")
 
-    def inputs_of(batch):
-        values = [getattr(batch, name).clone() for name in names]
-        if not masked:
-            values[0], values[2] = values[0].nan_to_num(), values[2].clamp(0, 5002)
-            values[4] = torch.ones_like(values[4])
-        return values
+    def inputs_of(seed):
+        x = make_batch(B=6, T=11, V=5003, seed=seed).to("cuda", torch.bfloat16)
+        if masked:
+            return [x.hidden, x.weight, x.targets, x.advantages, x.mask]
+        everything = torch.ones_like(x.mask)
+        return [x.hidden.nan_to_num(), x.weight, x.targets.clamp(0, 5002), x.advantages, everything]
 
     def step(values, **options):
         head = [x.detach().requires_grad_() for x in values[:2]]
-        how = Execution(**options)
-        fused_grpo_loss(*head, *values[2:], execution=how).loss.backward()
+        fused_grpo_loss(*head, *values[2:], execution=Execution(**options)).loss.backward()
         return [x.grad for x in head]
 
-    static = inputs_of(batches[0])
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    static = [x.clone() for x in inputs_of(0)]
+    with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(2):
             step(static, capturable=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step(static, capturable=True)
-    for batch in batches:
-        values = inputs_of(batch)
+    for seed in (0, 1):
+        values = inputs_of(seed)
         for place, value in zip(static, values, strict=True):
             place.copy_(value)
         graph.replay()

@@ -69,19 +69,22 @@ PARTS = {
 CHUNK = 4 * V * 70
 
 
+both_calls = pytest.mark.parametrize("call", ("loss", "logprobs"))
+
+
 @pytest.mark.parametrize("backend", ("torch", pytest.param("triton", marks=pytest.mark.compiled)))
-@pytest.mark.parametrize("call", ("loss", "logprobs"))
+@both_calls
 @pytest.mark.parametrize("part", PARTS)
 def test_any_part_in_any_order(part, call, backend):
     assert_same_bits(PARTS[part], call, backend=backend)
 
 
-@pytest.mark.parametrize("call", ("loss", "logprobs"))
+@both_calls
 def test_a_part_in_the_interpreter(call):
     assert_same_bits([19, 3], call, of=20, backend="triton")
 
 
-@pytest.mark.parametrize("call", ("loss", "logprobs"))
+@both_calls
 @pytest.mark.parametrize("threads", (1, 2))
 def test_chunks_and_threads(call, threads):
     before = torch.get_num_threads()
@@ -95,7 +98,7 @@ def test_chunks_and_threads(call, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("call", ("loss", "logprobs"))
+@both_calls
 @pytest.mark.parametrize(
     "options",
     (
@@ -130,7 +133,7 @@ def test_scored_and_trained_log_probs_are_equal(dtype, backend, monkeypatch):
         assert torch.equal(out.logps, scored.logps) and torch.equal(out.entropy, scored.entropy)
 
 
-@pytest.mark.parametrize("call", ("loss", "logprobs"))
+@both_calls
 def test_products_of_the_callers_own_have_one_shape(call):
     """Products of logits and of the states' gradient; `test_pairs.py` checks their values."""
     shapes = []
@@ -147,10 +150,8 @@ def test_products_of_the_callers_own_have_one_shape(call):
 @pytest.mark.parametrize("size", (1, 3, 16))
 def test_the_trainers_first_ratios_are_exactly_1(tiny_model, tmp_path, size):
     """Weights stand still, old log-probs are taken before: every ratio of both updates is 1."""
-    config = config_of(
-        tiny_model, tmp_path, minibatches=2, micro_batch_size=size,
-        learning_rate=1e-30,
-    )  # fmt: skip
+    options = {"minibatches": 2, "micro_batch_size": size, "learning_rate": 1e-30}
+    config = config_of(tiny_model, tmp_path, **options)
     trainer_of(config).train()
     rows = rows_of(tmp_path / "t")
     assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)

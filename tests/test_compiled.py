@@ -76,7 +76,12 @@ def gradients(model, run, batch):
     model.zero_grad()
     loss = run(batch)
     loss.backward()
-    return loss.detach(), [x.grad.clone() for x in model.parameters()]
+    return loss.detach(), *(x.grad.clone() for x in model.parameters())
+
+
+def expect_equal(actual, expected):
+    for x, y in zip(actual, expected, strict=True):
+        assert y.norm() > 0 and relative_error(x, y) < 1e-5
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -86,10 +91,7 @@ def test_values_and_gradients_are_those_of_eager(name, backend):
     counter = CompileCounterWithBackend(backend)
     expected = gradients(model, model, batch)
     for _ in range(2):
-        value, grads = gradients(model, torch.compile(model, backend=counter), batch)
-        torch.testing.assert_close(value, expected[0])
-        for got, want in zip(grads, expected[1], strict=True):
-            assert want.norm() > 0 and relative_error(got, want) < 1e-5
+        expect_equal(gradients(model, torch.compile(model, backend=counter), batch), expected)
         graphs.append(counter.frame_count)
     assert graphs[0] == graphs[1] >= 2  # the body, and what follows the call
 
@@ -101,19 +103,11 @@ def test_one_graph_is_refused_by_the_name_of_the_call(name):
         run(make_batch())
 
 
-def test_under_the_optimizer_of_ddp(tmp_path, monkeypatch):
+def test_under_the_optimizer_of_ddp(one_rank, monkeypatch):
     """DDP's optimizer splits graphs where buckets of gradients end."""
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    try:
-        model, batch = Model(grpo), make_batch()
-        expected = gradients(model, model, batch)
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=2e-3)
-        assert torch._dynamo.config.optimize_ddp
-        run = torch.compile(wrapped, backend="aot_eager")
-        value, grads = gradients(model, run, batch)
-    finally:
-        dist.destroy_process_group()
-    torch.testing.assert_close(value, expected[0])
-    for got, want in zip(grads, expected[1], strict=True):
-        assert relative_error(got, want) < 1e-5
+    model, batch = Model(grpo), make_batch()
+    expected = gradients(model, model, batch)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=2e-3)
+    assert torch._dynamo.config.optimize_ddp
+    expect_equal(gradients(model, torch.compile(wrapped, backend="aot_eager"), batch), expected)

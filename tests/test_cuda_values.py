@@ -20,24 +20,21 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3, torch.float16: 3e-3}
 V = 1003  # odd: rows of logits are padded
 
 
-def head_option(name):
-    cfg, options = OPTIONS[name]
-    return {**options, "config": config(**cfg)}
+def options_of(name="old_logps", chunk_bytes=None):
+    return {"execution": Execution(chunk_bytes=chunk_bytes), **objective_options(name)}
 
 
-# In every dtype; others in one are those of `whole_calls`.
+# In every dtype; `test_pairs.py` has each option of the head there, `whole_calls` others in one.
+EVERY_OPTION, OF_THE_HEAD = OPTIONS["everything"]
 CASES = {
-    "one_pass": objective_options("old_logps"),
-    "two_passes": objective_options("gspo"),
-    "kl": objective_options("kl"),
-    **{name: head_option(name) for name in ("entropy", "everything", "temperature_per_token")},
-    "one_row_chunks": {"execution": Execution(chunk_bytes=4 * V), **objective_options("old_logps")},
-    "small_chunks": {
-        "execution": Execution(chunk_bytes=6 * V * 16),
-        **objective_options("old_logps"),
-    },
-    "strips": {"execution": Execution(chunk_bytes=6 * V * 64), **objective_options("old_logps")},
-    "models_logits": {**objective_options("old_logps"), "head": {"logits_dtype": "model"}},
+    "one_pass": options_of(),
+    "two_passes": options_of("gspo"),
+    "kl": options_of("kl"),
+    "everything": {**OF_THE_HEAD, "config": config(**EVERY_OPTION)},
+    "one_row_chunks": options_of(chunk_bytes=4 * V),
+    "small_chunks": options_of(chunk_bytes=6 * V * 16),
+    "strips": options_of(chunk_bytes=6 * V * 64),
+    "models_logits": {**options_of(), "head": {"logits_dtype": "model"}},
 }
 
 
@@ -84,12 +81,13 @@ def test_values_of_log_probs_are_the_same_bits(dtype):
 def test_values_of_a_frozen_head(dtype):
     """Two passes over any loss, with logits in strips."""
     batch = make_batch(B=6, T=64, V=V).to("cuda", dtype)
-    results, strips = [], {"execution": Execution(chunk_bytes=V * (2 * 384 + 4 * 128))}
+    results, strips = [], Execution(chunk_bytes=V * (2 * 384 + 4 * 128))
     for call, to, how in (
-        (reference.linear_logprobs, torch.float64, {}), (linear_logprobs, dtype, strips),
-    ):  # fmt: skip
+        (reference.linear_logprobs, torch.float64, {}),
+        (linear_logprobs, dtype, {"execution": strips}),
+    ):
         hidden = batch.hidden.detach().to(to).requires_grad_()
-        out = call(hidden, batch.weight.detach().to(to), batch.targets, mask=batch.mask, **how)
+        out = call(hidden, batch.weight.to(to), batch.targets, batch.mask, **how)
         loss = 64 * torch.where(batch.mask, out.logps, 0.0).square().mean()
         results.append(torch.autograd.grad(loss, hidden)[0])
     true, actual = results

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo_kernels import LMHead, Support, linear_logprobs, topk_kl
+from grpo_kernels import Execution, Support, linear_logprobs, topk_kl
 from grpo_kernels import reference as exact
 from grpo_kernels.kernels.divergences import DIVERGENCES
 from tests.helpers.batches import make_batch, relative_error
@@ -26,56 +26,26 @@ def divergence(s, t, direction, beta):
     }[direction]()  # fmt: skip
 
 
-def ragged(g, counts):
-    """Some ids for each of the tokens, each once."""
-    ids = [torch.randperm(V, generator=g)[:count] for count in counts]
-    offsets = torch.tensor([0, *counts]).cumsum(0)
-    return Support(torch.cat(ids).int(), offsets)
-
-
-@pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("direction", DIVERGENCES)
-def test_a_teachers_top_k(direction, backend):
-    """From hidden states to gradients, over sets of all sizes, singletons among them."""
-    from grpo_kernels import Execution
-
-    batch, g = make_batch(B=3, T=5, H=24, V=V), torch.Generator().manual_seed(0)
-    hidden = batch.hidden.masked_fill(~batch.mask[..., None], 0.0)
-    counts = torch.randint(1, 20, (15,), generator=g).tolist()
-    counts[:2] = 1, 40
-    support = ragged(g, counts)
-    teacher = torch.randn(len(support.token_ids), generator=g)
-    weights = torch.rand(15, generator=g)
-    mask = torch.rand(3, 5, generator=g) < 0.8
-    leaves = [x.clone().requires_grad_() for x in (hidden, batch.weight, batch.bias)]
-    out = linear_logprobs(
-        leaves[0], LMHead(*leaves[1:], softcap=8.0, temperature=0.7), None, mask, support=support,
-        entries=True, entropy=True, execution=Execution(backend=backend),
-    )  # fmt: skip
-    kl = topk_kl(out.logps, teacher, support.offsets, direction=direction, beta=0.3)
-    kl = kl * mask.flatten()
-    loss = (kl * weights).sum() + (out.entropy + 0.3 * out.logsumexp).square().sum()
-    loss.backward()
-
-    truth = [x.detach().double().requires_grad_() for x in leaves]
-    head = LMHead(*truth[1:], softcap=8.0, temperature=0.7)
-    logits, total = exact.linear_logits(truth[0], head).flatten(0, 1), 0.0
-    for i, (a, b) in enumerate(zip(support.offsets, support.offsets[1:], strict=False)):
-        if not mask.flatten()[i]:
-            continue
-        z = logits[i, support.token_ids[a:b].long()]
-        s, t = z.log_softmax(-1), teacher[a:b].double().log_softmax(-1)
-        torch.testing.assert_close(
-            out.logps[a:b].detach(), s.detach(), rtol=0, atol=1e-5, check_dtype=False
-        )
-        entropy = -(s.exp() * s).sum()
-        total = total + weights[i] * divergence(s, t, direction, 0.3)
-        total = total + (entropy + 0.3 * z.logsumexp(-1)).square()
-    total.backward()
-    assert float(loss) == pytest.approx(float(total), rel=1e-5)
-    for actual, expected in zip(leaves, truth, strict=True):
-        assert expected.grad.norm() > 0
-        assert relative_error(actual.grad, expected.grad) < 2e-5
+def test_sets_of_all_sizes(direction):
+    """The teacher's logits are enough; sets of one id have no divergence."""
+    g, counts = torch.Generator().manual_seed(0), [1, 40, 7, 1, 12]
+    policy, teacher = (torch.randn(sum(counts), generator=g, dtype=torch.float64) for _ in range(2))
+    policy.requires_grad_()
+    sets = [x.log_softmax(0) for x in policy.split(counts)]
+    weights, teachers = torch.rand(5, generator=g), teacher.split(counts)
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+    kl = topk_kl(torch.cat(sets).float(), teacher.float(), offsets, direction=direction, beta=0.3)
+    expected = [
+        divergence(s, t.log_softmax(0), direction, 0.3) for s, t in zip(sets, teachers, strict=True)
+    ]
+    expected = torch.stack(expected)
+    torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=1e-6)
+    actual, truth = (
+        torch.autograd.grad((x * weights).sum(), policy, retain_graph=True)[0]
+        for x in (kl, expected)
+    )
+    assert truth.norm() > 0 and relative_error(actual, truth) < 1e-5
 
 
 @pytest.mark.parametrize("form", ("targets", "support"))
@@ -101,8 +71,6 @@ def test_topk_kl_under_a_graph_and_functional_transforms(form):
 @pytest.mark.parametrize("sharp", (1.0, 12.0), ids=("flat", "sharp"))
 def test_many_targets_that_repeat(sharp, backend):
     """Each is given the gradient of all that are its id, also where one has all probability."""
-    from grpo_kernels import Execution
-
     batch, g = make_batch(B=2, T=5, H=24, V=V), torch.Generator().manual_seed(5)
     hidden = sharp * batch.hidden.nan_to_num()
     ids = torch.randint(0, 40, (2, 5, 200), generator=g)
@@ -110,14 +78,12 @@ def test_many_targets_that_repeat(sharp, backend):
     likeliest = (hidden @ batch.weight.T).argmax(-1, keepdim=True)
     ids[1] = torch.where(torch.rand(5, 200, generator=g) < 0.3, likeliest[1], ids[1])
     weights = torch.randn(2, 5, 200, generator=g)
-    results = []
-    for call, dtype in ((exact, torch.float64), (None, torch.float32)):
+    results, how = [], {"execution": Execution(backend=backend)}
+    for call, dtype, options in (
+        (exact.linear_logprobs, torch.float64, {}), (linear_logprobs, torch.float32, how),
+    ):  # fmt: skip
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, batch.weight)]
-        if call is None:
-            execution = Execution(backend=backend)
-            logps = linear_logprobs(*leaves, ids, execution=execution).logps
-        else:
-            logps = call.linear_logprobs(*leaves, ids).logps
+        logps = call(*leaves, ids, **options).logps
         (logps * weights).sum().backward()
         results.append([logps.detach(), *(x.grad for x in leaves)])
     for truth, actual in zip(*results, strict=True):
@@ -192,16 +158,36 @@ def test_the_tail_of_a_confident_model(direction, rest, form):
     assert truth.norm() > 0 and relative_error(actual, truth) < 1e-3
 
 
+HIDDEN, WEIGHT, TWO = torch.randn(4, 8), torch.randn(11, 8), torch.zeros(2, 2)
+FOUR = Support(torch.arange(4).int(), torch.arange(5))
+EMPTY_SET = Support(torch.arange(3).int(), torch.tensor([0, 1, 2, 2, 3]))
+NO_SUCH_ID = Support(torch.tensor([0, 1, 2, 11]), torch.arange(5))
+NO_ID, ZEROS = (torch.zeros(4, count, dtype=torch.long) for count in (0, 2))
+
+
+def score(targets, **options):
+    return linear_logprobs(HIDDEN, WEIGHT, targets, **options)
+
+
+# A wrong call, and its error.
 WRONG = {
-    "beta": (lambda: topk_kl(torch.zeros(2, 2), torch.zeros(2, 2), beta=1.0), r"beta: .*\(0, 1\)"),
-    "direction": (
-        lambda: topk_kl(torch.zeros(2, 2), torch.zeros(2, 2), direction="up"),
-        "direction: expected one of reverse, forward, jsd; got 'up'",
-    ),
-    "teacher": (
-        lambda: topk_kl(torch.zeros(2, 3), torch.zeros(2, 2)), r"teacher_logps: .* \[2, 3\]"
-    ),
-    "offsets": (lambda: topk_kl(torch.zeros(4), torch.zeros(4)), "offsets: expected those of the"),
+    "beta": (lambda: topk_kl(TWO, TWO, beta=1.0), r"beta: .*\(0, 1\)"),
+    "direction": (lambda: topk_kl(TWO, TWO, direction="up"),
+        "direction: expected one of reverse, forward, jsd; got 'up'"),
+    "teacher": (lambda: topk_kl(torch.zeros(2, 3), TWO), r"teacher_logps: .* \[2, 3\]"),
+    "offsets": (lambda: topk_kl(TWO[0], TWO[0]), "offsets: expected those of the"),
+    "K = 0": (lambda: score(NO_ID), r"targets: .* at least one id"),
+    "out of range": (lambda: score(ZEROS + 11), r"targets: expected ids in \[0, 11\)"),
+    "shape": (lambda: score(torch.zeros(5, 2, dtype=torch.long)), "targets: expected shape"),
+    "support": (lambda: score(ZEROS, support=FOUR), "support does not work"),
+    "entries": (lambda: score(ZEROS[:, 0] + 999, support=FOUR, entries=True),
+        "targets does not work with entries=True"),
+    "no support": (
+        lambda: score(None, entries=True), "entries=True needs a set for every token"),
+    "no set": (lambda: score(None, entries=True, support=EMPTY_SET),
+        "support: expected a set of every token with entries=True"),
+    "id of a set": (lambda: score(None, entries=True, support=NO_SUCH_ID),
+        r"support.token_ids: expected ids in \[0, 11\)"),
 }  # fmt: skip
 
 
@@ -210,40 +196,6 @@ def test_wrong_arguments_are_named(name):
     call, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         call()
-
-
-HIDDEN, WEIGHT = torch.randn(4, 8), torch.randn(11, 8)
-FOUR = Support(torch.arange(4).int(), torch.arange(5))
-WRONG_TARGETS = {
-    "K = 0": ({"targets": torch.zeros(4, 0, dtype=torch.long)}, r"targets: .* at least one id"),
-    "out of range": ({"targets": torch.full((4, 2), 11)}, r"targets: expected ids in \[0, 11\)"),
-    "shape": ({"targets": torch.zeros(5, 2, dtype=torch.long)}, "targets: expected shape"),
-    "support": (
-        {"targets": torch.zeros(4, 2, dtype=torch.long), "support": FOUR}, "support does not work"
-    ),
-    "entries": (
-        {"targets": torch.full((4,), 999), "support": FOUR, "entries": True},
-        "targets does not work with entries=True",
-    ),
-    "no support": ({"targets": None, "entries": True}, "entries=True needs a set for every token"),
-    "no set": (
-        {"targets": None, "entries": True,
-         "support": Support(torch.arange(3).int(), torch.tensor([0, 1, 2, 2, 3]))},
-        "support: expected a set of every token with entries=True",
-    ),
-    "id of a set": (
-        {"targets": None, "entries": True,
-         "support": Support(torch.tensor([0, 1, 2, 11]), torch.arange(5))},
-        r"support.token_ids: expected ids in \[0, 11\)",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG_TARGETS)
-def test_wrong_targets_are_named(name):
-    options, message = WRONG_TARGETS[name]
-    with pytest.raises(ValueError, match=message):
-        linear_logprobs(HIDDEN, WEIGHT, **options)
 
 
 @pytest.mark.parametrize("entropy", (False, True))

@@ -3,8 +3,8 @@
 `tests/helpers/fake_cuda.py` counts.
 """
 
-import ast
 import random
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -13,6 +13,9 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import grpo_kernels
 from grpo_kernels import Execution, LMHead, Reference, VocabRanks
@@ -49,7 +52,7 @@ def tensors_of(names, shape, entries=8):
 
 
 def call_of(
-    kind, names="", head="", *, shape=(B, N // B), K=(), dtype=torch.bfloat16, frozen=False,
+    kind, names="", head="", *, shape=(B, N // B), K=(), dtype=torch.bfloat16, frozen="",
     entries=8, cfg=(), numbers=(), **execution,
 ):  # fmt: skip
     """A call that makes its tensors, `names` of its own and those of the `head`, and a sum.
@@ -68,9 +71,10 @@ def call_of(
             logits = empty(B, shape[1] + 1, V, dtype=dtype, train=True)[:, :-1]
             return function(logits, targets, **tensors).sum()
         lm_head = LMHead(
-            empty(V, H, dtype=dtype, train=not frozen), **tensors_of(head, shape), **dict(numbers)
-        )
-        args = empty(*shape, H, dtype=dtype, train=True), lm_head
+            empty(V, H, dtype=dtype, train="weight" not in frozen), **tensors_of(head, shape),
+            **dict(numbers),
+        )  # fmt: skip
+        args = empty(*shape, H, dtype=dtype, train="hidden" not in frozen), lm_head
         tensors["execution"] = Execution(**execution)
         if kind == "linear_logprobs":
             out = function(*args, targets, entropy=not frozen, **tensors)
@@ -107,6 +111,14 @@ CALLS = {
     "cross-entropy": (loss("mask old_logps ce_weights"), [[N, 900]], 6, 6, 140),
     "LoRA": (loss("old_logps", "bias low_rank temperature"), [[N]], 5, 13, 95),
     "capturable": (loss("mask old_logps", capturable=True), [], 5, 6, 80),
+    # What is frozen costs no GEMM.
+    "loss, frozen head": (loss("old_logps", frozen="weight"), [[N]], 5, 5, 65),
+    "loss, head alone": (loss("old_logps", frozen="hidden"), [[N]], 5, 5, 65),
+    "loss, no gradient": (loss("old_logps", frozen="hidden weight"), [[N]], 2, 1, 65),
+    "log-probs, head alone": (logps(frozen="hidden", **HALVES), [[], [N]], 20, 22, 55),
+    "distillation, frozen head": (
+        distillation("mask reference", frozen="weight"), [[N]], 2, 3, 35
+    ),
     # Logits and gradients on the same memory.
     "float32": (loss("old_logps", dtype=torch.float32, **HALVES), [[N]], 8, 12, 95),
     # A second sweep makes the gradient.
@@ -126,8 +138,8 @@ CALLS = {
     "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 24, 430),
     "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 170),
     # With a frozen head the forward keeps the gradients.
-    "frozen": (logps(frozen=True, **HALVES), [[]], 16, 18, 35),
-    "not kept": (logps(frozen=True, keep_gradients=False, **HALVES), [[], [N]], 20, 22, 35),
+    "frozen": (logps(frozen="weight", **HALVES), [[]], 16, 18, 35),
+    "not kept": (logps(frozen="weight", keep_gradients=False, **HALVES), [[], [N]], 20, 22, 35),
     # Two heads: their logits side by side, in one sweep.
     "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 4, 8, 35),
     "distillation, capturable": (distillation("mask reference", capturable=True), [], 2, 4, 40),
@@ -159,7 +171,9 @@ COMPILED_AT_RUN_TIME = {
 def count(call, *answers, **num_items):
     """Returns counts of a call and its backward."""
     with CountedCUDA(*answers) as gpu:
-        call(**num_items).backward()
+        total = call(**num_items)
+        if total.requires_grad:
+            total.backward()
     operations = {name.split(".")[0].removeprefix("special_") for name in gpu.launches}
     assert not operations & COMPILED_AT_RUN_TIME
     return gpu
@@ -219,6 +233,20 @@ def test_ranks_read_what_they_have_and_their_row_counts(chunks):
     assert gpu.launches["c10d::_allgather_base_"] == 2 + chunks
 
 
+def compilations(gpu):
+    """Per launch the kernel, its constants and options, and what Triton compiles it for besides."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    for kernel, args, kwargs in gpu.kernels:
+        if not isinstance(kernel, JITFunction):  # but the interpreter's
+            kernel = JITFunction(kernel.fn, **kernel.kwargs)
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        params, specialization, options = bind(*args, **kwargs)
+        constants = {x.name: params[x.name] for x in kernel.params if x.is_constexpr}
+        key = dict(zip(params, specialization, strict=True))
+        key = {name: kind for name, kind in key.items() if name not in constants}
+        yield kernel.__name__, str(constants | options), key
+
+
 @pytest.mark.parametrize("batches", (3, pytest.param(60, marks=pytest.mark.slow)))
 def test_no_size_compiles_a_kernel_again(batches):
     """Batches of random sizes; a kernel is its options, dtypes, and the width of its entries."""
@@ -237,11 +265,10 @@ def test_no_size_compiles_a_kernel_again(batches):
             (logps("support", "bias", entries=entries, **how), *read),
         )
         for call, *answers in calls:
-            for (kernel, constants), launch_keys in count(call, *answers).keys.items():
-                for key in map(ast.literal_eval, launch_keys):
-                    dtypes = [kind[0] for name, kind in key.items() if name.endswith("_ptr")]
-                    kind = kernel, constants, *dtypes, key.get("K")
-                    by_kind.setdefault(kind, set()).add(str(key))
+            for kernel, constants, key in compilations(count(call, *answers)):
+                dtypes = [kind[0] for name, kind in key.items() if name.endswith("_ptr")]
+                kind = kernel, constants, *dtypes, key.get("K")
+                by_kind.setdefault(kind, set()).add(str(key))
     assert len({kernel for kernel, *_ in by_kind}) == 7
     assert all(len(keys) == 1 for keys in by_kind.values()), by_kind
 
@@ -277,23 +304,12 @@ def test_reads_are_seen(code):
     assert len(gpu.transfers) == 1 or "meta" in said or "on the CPU" in said
 
 
-def test_launches_and_compilations_are_counted_and_nothing_else_is_a_read():
+def test_a_size_that_triton_compiles_for_is_seen():
+    """Sizes that 16 divides are one; a size of 1, others, and memory between vectors are not."""
     with CountedCUDA() as gpu:
-        x, ids = torch.empty(8, 5, device=CUDA), torch.arange(4, device=CUDA)
-        x[2:] = 0.0
-        x[ids] = x[:4]
-        (2.0 * x).view(-1).index_fill_(0, ids, 1.0)
-        torch.where(x > 0, x, 0.0).sum().clamp(min=1)
-        ids.repeat_interleave(3, output_size=12)
-        torch._assert_async((ids < 5).all())
-        torch.ones(3).sum().item()
-        gpu.launches.clear()
-        y = (x + 1).view(-1)[3:].unsqueeze(0).expand(2, -1)
-        torch.mm(y.contiguous().t(), y, out=y.new_empty(37, 37))
+        x = torch.empty(40, device=CUDA)
         for N, begin in ((32, 0), (48, 4), (33, 8), (1, 0), (32, 1)):
-            copy_kernel[(1,)](x.view(-1)[begin:], x, N, BLOCK_N=64)
+            copy_kernel[(1,)](x[begin:], x, N, BLOCK_N=64)
         copy_kernel[(1,)](x, x, 32, BLOCK_N=64, num_warps=8)
-    assert not gpu.transfers
-    assert gpu.launches == {"add.Tensor": 1, "clone": 1, "mm.out": 1, "copy_kernel": 6}
-    # Sizes that 16 divides are one; a size of 1, others, and memory between vectors are not.
-    assert [len(variants) for variants in gpu.keys.values()] == [4, 1]
+    kinds = {(options, str(key)) for _, options, key in compilations(gpu)}
+    assert sorted(Counter(options for options, _ in kinds).values()) == [1, 4]

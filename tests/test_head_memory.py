@@ -4,15 +4,23 @@ import gc
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from unittest.mock import Mock
 from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
 
-from grpo_kernels import Execution, linear_logprobs, reference
+from grpo_kernels import (
+    Execution,
+    Reference,
+    fused_distillation_loss,
+    fused_grpo_loss,
+    linear_logprobs,
+)
 from grpo_kernels.base.memory import ran_out_of_memory
 from grpo_kernels.head.chunked_head import ChunkLogits
-from tests.helpers.batches import assert_matches, config, make_batch, run_fused
+from tests.helpers.batches import config, make_batch, run_fused
 
 ROWS = 30  # what there is memory for
 SAID = "memory ran out in the LM head, which continues with (1[6-9]|2[0-9]|30) rows of logits"
@@ -26,13 +34,13 @@ def batch():
 class LittleMemory:
     """A product for which there is memory up to `ROWS` rows; notes how many it was asked for."""
 
-    def __init__(self, rows=ROWS):
-        self.rows, self.requested, self.failed = rows, [], False
+    def __init__(self, rows=ROWS, heads=1):
+        self.rows, self.heads, self.requested, self.failed = rows, heads, [], False
 
     def __call__(self, a, b):
         if self.failed:  # and tried again
             alive = sum(isinstance(x, ChunkLogits) for x in gc.get_objects())
-            assert alive == 1, "what failed is still held"
+            assert alive == self.heads, "what failed is still held"
         self.requested.append(len(a))
         self.failed = len(a) > self.rows
         if self.failed:
@@ -40,41 +48,37 @@ class LittleMemory:
         return a @ b
 
 
-@pytest.mark.parametrize(
-    "options",
-    (
-        {"config": config()},
-        {"config": config(entropy_coef=0.05)},
-        {"config": config(loss_type="gspo"), "head": {"bias": True}},
-        {"config": config(importance_sampling_level="sequence", beta=0.1), "ref_logps": True},
-    ),
-    ids=("one_pass", "entropy", "two_passes", "sequence_kl"),
-)
-def test_the_loss_is_that_of_the_reference(options, batch):
-    little_memory, options = LittleMemory(), {"old_logps": True, **options}
-    expected = run_fused(batch, exact=True, **options)
-    with pytest.warns(UserWarning, match=SAID):
-        actual = run_fused(batch, exact=False, execution=Execution(matmul=little_memory), **options)
-    assert_matches(actual, expected, 2e-5, logps=2e-5)
-    assert max(little_memory.requested) > ROWS
+LOSSES = {
+    "one_pass": {}, "entropy": {"entropy_coef": 0.05}, "two_passes": {"loss_type": "gspo"},
+    "sequence_kl": {"importance_sampling_level": "sequence", "beta": 0.1},
+}  # fmt: skip
+CALLS = {
+    **{name: lambda h, w, b, how, cfg=cfg: fused_grpo_loss(
+        h, w, b.targets, b.advantages, b.mask, old_logps=b.old_logps, ref_logps=b.ref_logps,
+        config=config(**cfg), execution=how,
+    ).loss for name, cfg in LOSSES.items()},
+    "log_probs": lambda h, w, b, how: linear_logprobs(h, w, b.targets, b.mask, execution=how).logps,
+    "distillation": lambda h, w, b, how: fused_distillation_loss(
+        h, w, Reference(b.hidden.flip(-1), b.weight), b.mask, execution=how
+    ).loss,
+}  # fmt: skip
 
 
-def test_log_probs_in_both_directions(batch):
-    hidden, targets = torch.nan_to_num(batch.hidden), torch.where(batch.mask, batch.targets, 0)
-    results = []
-    for call, dtype, how in (
-        (reference.linear_logprobs, torch.float64, {}),
-        (linear_logprobs, torch.float32, {"execution": Execution(matmul=LittleMemory())}),
-    ):
-        h, w = (x.to(dtype, copy=True).requires_grad_() for x in (hidden, batch.weight))
+@pytest.mark.parametrize("name", CALLS)
+def test_the_result_is_that_with_memory(name, batch):
+    """Log-probs run out of it in both directions."""
+    results, memory = [], LittleMemory(heads=2 if name == "distillation" else 1)
+    for how in (Execution(), Execution(matmul=memory)):
+        leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
         with catch_warnings(record=True) as caught:
             simplefilter("always")
-            logps = call(h, w, targets, **how).logps
-            (logps * torch.linspace(-1, 1, logps.numel()).view_as(logps)).sum().backward()
-        results.append([logps.detach(), h.grad, w.grad])
-    assert [bool(re.match(SAID, str(x.message))) for x in caught] == [True, True]
-    for want, got in zip(*results, strict=True):
-        assert (got - want).norm() <= 2e-5 * want.norm() > 0
+            result = CALLS[name](*leaves, batch, how)
+            (result * torch.linspace(-1, 2, result.numel()).view_as(result)).sum().backward()
+        results.append([result.detach(), *(x.grad for x in leaves)])
+    assert max(memory.requested) > ROWS and len(caught) >= 1 + (name == "log_probs")
+    assert all(re.match(SAID, str(x.message)) for x in caught)
+    for expected, actual in zip(*results, strict=True):
+        assert (actual - expected).norm() <= 2e-5 * expected.norm() > 0
 
 
 def test_the_warning_says_where_to_begin(batch):
@@ -88,25 +92,19 @@ def test_the_warning_says_where_to_begin(batch):
     assert max(again.requested) <= ROWS
 
 
-@pytest.mark.parametrize("options", ({"chunk_bytes": 1 << 30}, {"batch_invariant": True}), ids=str)
-def test_a_budget_is_kept_to(options, batch):
-    """And whole products are the least."""
-    memory = LittleMemory()
-    with pytest.raises(torch.OutOfMemoryError):
-        run_fused(batch, exact=False, execution=Execution(matmul=memory, **options))
-    assert len(memory.requested) == 1
-
-
 @pytest.mark.parametrize(
-    ("options", "attempts"),
+    ("options", "memory", "attempts"),
     (
-        ({}, [144, 72, 36, 18, 16]),
-        ({"batch_invariant": True}, [256]),  # the rows of a product
+        ({}, 0, [144, 72, 36, 18, 16]),
+        # A budget is kept to, and the rows of an invariant product are the least.
+        ({"chunk_bytes": 1 << 30}, ROWS, [144]),
+        ({"batch_invariant": True}, ROWS, [256]),
     ),
+    ids=("default", "budget", "invariant"),
 )
-def test_memory_that_never_suffices_is_the_devices_error(options, attempts):
-    memory, batch = LittleMemory(0), make_batch(B=4, T=48)
-    batch.hidden, batch.targets = batch.hidden.nan_to_num(), batch.targets.clamp(min=0)
+def test_memory_that_never_suffices_is_the_devices_error(options, memory, attempts, batch):
+    memory = LittleMemory(memory)
+    batch = replace(batch, hidden=batch.hidden.nan_to_num(), targets=batch.targets.clamp(min=0))
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         execution = Execution(matmul=memory, **options)
         run_fused(batch, exact=False, mask=False, execution=execution)
@@ -114,35 +112,29 @@ def test_memory_that_never_suffices_is_the_devices_error(options, attempts):
 
 
 def test_other_errors_are_raised_at_once(batch):
-    calls = []
-
-    def broken(a, b):
-        calls.append(len(a))
-        raise RuntimeError("something else")
-
+    broken = Mock(side_effect=RuntimeError("something else"))
     with pytest.raises(RuntimeError, match="something else"):
         run_fused(batch, exact=False, execution=Execution(matmul=broken))
-    assert len(calls) == 1
+    assert broken.call_count == 1
 
 
-NO_MEMORY = (
-    torch.OutOfMemoryError("CUDA out of memory"),
-    MemoryError(),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"),
-    RuntimeError("CUDA error: out of memory"),
-    RuntimeError("Triton Error [CUDA]: out of memory"),
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    (
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `x`"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("can't allocate memory"), False),
+    ),
+    ids=str,
 )
-OTHERS = (
-    RuntimeError("CUDA error: an illegal memory access was encountered"),
-    ValueError("can't allocate memory"),
-)
-
-
-def test_what_says_so():
-    assert all(ran_out_of_memory(error) for error in NO_MEMORY)
-    assert not any(ran_out_of_memory(error) for error in OTHERS)
+def test_what_says_so(error, expected):
+    assert ran_out_of_memory(error) == expected
 
 
 REAL = """

@@ -38,19 +38,10 @@ VOCABULARY_FIELDS = ("weight", "bias", "lora_b")
 SOFTMAX_OPTIONS = ("bias", "logit_scale", "softcap", "temperature")
 
 
-def own_matmul(a, b):
-    """A product of the caller's own, in float32."""
-    return torch.mm(a.float(), b.float())
-
-
 def scored(batch):
     """The batch with all tokens that take part in its mask."""
     rows = batch.mask if batch.ce_weights is None else batch.mask | (batch.ce_weights != 0)
     return replace(batch, mask=rows)
-
-
-def kept_set(batch):
-    return make_support(scored(batch))
 
 
 def reference_of(batch):
@@ -80,7 +71,7 @@ EXECUTION_OPTIONS = {
     "backend": {"triton": lambda b: "triton"},
     "chunk_bytes": {"chunk_bytes": lambda b: CHUNK},
     "batch_invariant": {"batch_invariant": lambda b: True},
-    "matmul": {"matmul": lambda b: own_matmul},
+    "matmul": {"matmul": lambda b: lambda x, y: torch.mm(x.float(), y.float())},
     "capturable": {"capturable": lambda b: True},
     "keep_gradients": {"made_again": lambda b: False},
 }
@@ -89,7 +80,7 @@ CALL_OPTIONS = {
     "ref_logps": {"ref_logps": lambda b: b.ref_logps},
     "sampling_logps": {"sampling_logps": lambda b: b.sampling_logps},
     "ce_weights": {"ce_weights": lambda b: b.ce_weights},
-    "support": {"support": kept_set},
+    "support": {"support": lambda b: make_support(scored(b))},
     # With a KL: its estimate, or the exact one.
     "reference": dict.fromkeys(("reference", "exact_kl"), reference_of),
     "num_items": {"num_items": lambda b: 31},
@@ -123,14 +114,11 @@ KINDS = ("reverse", "forward", "jsd")
 
 def refusals(names, call):
     """The arguments of which one is named, of a call that is refused."""
-    base = call.split()[-1]
+    base, names = call.split()[-1], set(names)
     if base == "entries":
-        names = {*names, "support"}
-    messages = {pair: argument for pair, argument in REFUSED.items() if set(pair) <= set(names)}
-    messages = set(messages.values())
-    if base == "targets" and "support" in names:
-        messages.add("support")
-    return messages
+        names.add("support")
+    arguments = {argument for pair, argument in REFUSED.items() if names.issuperset(pair)}
+    return arguments | {"support"} if base == "targets" and "support" in names else arguments
 
 
 def test_every_option_is_here():
@@ -154,7 +142,7 @@ def batch_of(names, dtype=torch.float32, **sizes):
     if "support" in names:
         options = {name: NAMED[name] for name in names if NAMED[name][1] in SOFTMAX_OPTIONS}
         options = {field: value(batch) for _, field, value in options.values()}
-        batch = with_logps_of(batch, kept_set(batch), **options)
+        batch = with_logps_of(batch, make_support(scored(batch)), **options)
     return packed(batch) if {"packed", "per_sequence"} & set(names) else batch
 
 
@@ -180,31 +168,25 @@ def options_of(batch, names, objective=None):
     return options.values()
 
 
-def widened(x):
-    if isinstance(x, Reference):
-        return moved(x, torch.float64)
-    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-
 def exactly(head, call, dtype):
     """Returns the options of a head and of a call that the reference takes, in float64."""
-    head = {name: widened(x) for name, x in head.items() if name != "ranks"}
-    call = {name: widened(x) for name, x in call.items()}
+    head = moved({name: x for name, x in head.items() if name != "ranks"}, torch.float64)
+    call = moved(call, torch.float64)
     if head.pop("logits_dtype", None):
         call["rounded_to"] = dtype
     return head, call
 
 
-def moved(x, device):
-    """Tensors, wherever they are, on the device, or in a dtype."""
+def moved(x, to):
+    """Tensors, wherever they are, on a device, or those of floats in a dtype."""
     if isinstance(x, torch.Tensor):
-        return x.to(device)
+        return x.to(to) if isinstance(to, str) or x.is_floating_point() else x
     if isinstance(x, LMHead):
-        return LMHead(**{field.name: moved(getattr(x, field.name), device) for field in fields(x)})
+        return LMHead(**{field.name: moved(getattr(x, field.name), to) for field in fields(x)})
     if isinstance(x, dict):
-        return {name: moved(value, device) for name, value in x.items()}
+        return {name: moved(value, to) for name, value in x.items()}
     if isinstance(x, tuple):
-        items = [moved(value, device) for value in x]
+        items = [moved(value, to) for value in x]
         return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
     return x
 
@@ -280,12 +262,10 @@ def run_on_logps(batch, options, execution, *, truth, device):
         logps = torch.where(rows & ~batch.mask, -noise.abs(), logps)
     # The entropy has no gradient where the objective does not use it.
     leaves = {"logps": logps, "entropy": (1 + noise).masked_fill(~batch.mask, torch.nan)}
-    rounded = {name: x.to(batch.hidden.dtype) for name, x in leaves.items()}
-    leaves = {
-        k: (x.double() if truth else x.to(device)).requires_grad_() for k, x in rounded.items()
-    }
+    leaves = moved(moved(leaves, batch.hidden.dtype), torch.float64 if truth else device)
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     if truth:
-        _, options = exactly({}, options, None)
+        options = moved(options, torch.float64)
     else:
         options, batch = moved(options, device), batch.to(device, batch.hidden.dtype)
         options["backend"] = execution.get("backend", "auto")
@@ -329,10 +309,9 @@ def divergence_call(function, args, batch, options, *, base, **_):
 
 def logps_call(function, args, batch, options, *, base, entropy):
     """A loss of all results, each with a gradient for other rows."""
-    mask, is_truth = scored(batch).mask, "execution" not in options
-    names = ("support", "execution", "rounded_to")
+    mask, names = scored(batch).mask, ("support", "execution", "rounded_to")
     options = {name: x for name, x in options.items() if name in names}
-    if not is_truth:
+    if "execution" in options:
         options["entropy"] = entropy
     if base == "entries":
         options["entries"] = True

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from grpo_kernels.base.checks import ValueChecks
-from grpo_kernels.head.budget import SWEPT_ROWS_PER_SM, RowBytes, buffer_rows, gpu
+from grpo_kernels.head.budget import (
+    SWEPT_ROWS_PER_SM,
+    RowBytes,
+    buffer_rows,
+    default_chunk_bytes,
+    gpu,
+)
 from grpo_kernels.head.row_plan import RowPlan, plan_rows
 from grpo_kernels.kernels.triton_logits import REGISTERS, ROW_LAUNCH
 from tests.helpers.fake_cuda import CountedCUDA
@@ -62,14 +68,23 @@ def test_no_rows_and_all_as_they_lie():
     assert plan(set(), None).largest_chunk == 0
     assert rows_of(plan(None, None, num_tokens=0)) == []
     assert plan(None, None).order is plan(EVERY, EVERY).order is None
+    assert plan(None, None, V=10_000_000, rows=0.001).largest_chunk == 1  # over the budget
 
 
-def test_chunks_are_of_even_size():
-    sizes = [c.size for c in RowPlan(None, 1000, 1000, 300, 300, 1000).chunks()]
-    assert sizes == [250] * 4
-    # Large ones in multiples of 128, which GEMM tiles divide.
-    sizes = [c.size for c in RowPlan(None, 5000, 5000, 2048, 2048, 5000).chunks()]
-    assert sizes == [1792, 1792, 1416]
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    (
+        # Rows, those with a gradient, in a chunk, in a strip.
+        ((1000, 1000, 300, 300), [(250, True)] * 4),
+        # Large ones in multiples of 128, which GEMM tiles divide.
+        ((5000, 5000, 2048, 2048), [(1792, True), (1792, True), (1416, True)]),
+        # Rows without a gradient in chunks as large, of which a strip of logits is enough.
+        ((1720, 8192, 4864, 640), [(1720, True), (3328, False), (3144, False)]),
+    ),
+)
+def test_chunks_are_of_even_size(sizes, expected):
+    plan = RowPlan(None, *sizes, sizes[1])
+    assert [(chunk.size, chunk.needs_grad) for chunk in plan.chunks()] == expected
 
 
 def test_workspace_depends_on_the_budget_alone():
@@ -78,10 +93,12 @@ def test_workspace_depends_on_the_budget_alone():
         assert made.largest_chunk <= (64 << 20) // (4 * QWEN)
 
 
-def test_default_budget_on_a_cpu():
-    """512 rows of logits, unless the vocabulary is enormous."""
+def test_default_budget():
+    """512 rows of logits, unless the vocabulary is enormous; 1/16 of a small GPU's memory."""
     for V, H, expected in ((49_152, 576, 512), (1000, 8, 512), (262_144, 4096, 320)):
         assert plan_of_all(10**6, torch.empty(1).expand(V, H)).max_chunk_rows == expected
+    assert default_chunk_bytes(QWEN, "cuda", 16 << 30) == 1 << 30
+    assert default_chunk_bytes(QWEN, "mps") == 448 << 20
 
 
 @pytest.mark.parametrize(
@@ -128,18 +145,6 @@ def test_buffers_have_two_sizes_whatever_the_mask_is(on_a_gpu):
     assert sizes == {(4864, 640)} and plan.bytes_taken <= 1792 << 20
     # A call of few tokens takes as much as these need.
     assert plan_of_all(700, on_a_gpu, RowBytes(QWEN, 2, strips=True)).gradient_rows == 700
-
-
-def test_rows_without_a_gradient_go_in_chunks_as_large():
-    """A strip of logits is enough for a chunk of them."""
-    plan = RowPlan(None, 1720, 8192, 4864, 640, 8192)
-    assert [(c.size, c.needs_grad) for c in plan.chunks()] == [
-        (1720, True), (3328, False), (3144, False)
-    ]  # fmt: skip
-
-
-def test_a_vocabulary_over_the_budget_goes_row_by_row():
-    assert plan(None, None, V=10_000_000, rows=0.001).largest_chunk == 1
 
 
 # Forward peaks in MiB beyond the inputs, by the count of torch's own caching allocator (2.11.0 for

@@ -6,22 +6,26 @@ import torch
 from benchmarks.workloads import make
 from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.head.call import head_call
-from grpo_kernels.head.products import Products, columns_at_once, slices_of
+from grpo_kernels.head.products import (
+    Products,
+    as_operand,
+    column_slices,
+    columns_at_once,
+    new_rows,
+    slices_of,
+)
 from tests.helpers.batches import config, make_batch, relative_error
+from tests.helpers.fake_cuda import CountedCUDA
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import OPTIONS, TOLERANCE, expect_equal
 
 
-def call_of(hidden, weight):
-    targets = torch.zeros(len(hidden), dtype=torch.int64)
-    return head_call(hidden, weight, targets, None, None, Execution(backend="torch")).spec
-
-
 def test_gemms_on_a_cpu_take_float32():
-    half = torch.zeros(1, 1, dtype=torch.bfloat16)
-    assert call_of(half, half).dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert call_of(half.float(), half.float()).dtype == torch.float32
+    x, targets = torch.zeros(1, 1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+    for operand, autocast in ((x, False), (x.float(), True)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            call = head_call(operand, operand, targets, None, None, Execution(backend="torch"))
+        assert call.spec.dtype == torch.float32
 
 
 def test_a_bf16_weight_is_upcast_in_slices():
@@ -30,6 +34,30 @@ def test_a_bf16_weight_is_upcast_in_slices():
     parts = list(slices_of(weight, torch.float32, len(weight)))
     assert [(c.start, c.stop) for c, _ in parts] == [(0, 2048), (2048, 3000)]
     assert {part.dtype for _, part in parts} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("V", "dtype", "major", "expected"),
+    (
+        (1003, torch.bfloat16, 8, [(0, 960), (960, 1003)]),
+        (1000, torch.bfloat16, 8, [(0, 1000)]),
+        (1003, torch.float32, 8, [(0, 1003)]),
+        (1003, torch.bfloat16, 9, [(0, 1003)]),
+    ),
+)
+def test_columns_that_tensor_cores_cannot_take_go_apart(V, dtype, major, expected, real_memory):
+    with CountedCUDA(major=major):
+        weight = torch.empty(V, 16, dtype=dtype, device="cuda")
+        assert [(x.start, x.stop) for x in column_slices(weight)] == expected
+        assert new_rows(weight, 2, V, dtype).stride() == (1024, 1)  # where vectors begin
+    assert new_rows(torch.empty(0), 2, V, dtype).is_contiguous()
+
+
+def test_a_weight_that_no_gemm_takes_is_copied():
+    weight, dtype = torch.randn(6, 8), torch.float32
+    assert as_operand(weight, dtype) is weight and as_operand(weight.T, dtype).T.equal(weight)
+    assert as_operand(weight.T, dtype).data_ptr() == weight.data_ptr()
+    assert as_operand(weight[:, ::2], dtype).is_contiguous()
 
 
 def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time():
@@ -69,12 +97,12 @@ def test_half_precision_products(option, dtype, monkeypatch):
     """Two buffers as on a GPU: logits in strips of 5 rows, gradients of up to 50."""
     imitate(monkeypatch, dtype)
     config_options, options = OPTIONS[option]
-    how = Execution(chunk_bytes=24 * 1003 * 5)
-    options = {**options, "config": config(**config_options), "execution": how}
+    how = {"execution": Execution(chunk_bytes=24 * 1003 * 5), "scale": 4.0}
     batch = make_batch(B=8, T=16).to("cpu", dtype)
     # So few tokens that the roundings of E, of r h and of the result do not average out.
     tolerance = 5e-3 if dtype == torch.bfloat16 else TOLERANCE[dtype]
-    expect_equal(batch, {**options, "scale": 4.0}, tolerance=tolerance)
+    options = {**options, **how, "config": config(**config_options)}
+    expect_equal(batch, options, tolerance=tolerance)
 
 
 def test_errors_of_half_precision_products(monkeypatch):

@@ -116,3 +116,13 @@ def test_sums_of_segments(device, dtype, order, K):
         unit = 1e-6 if out_dtype == torch.float32 else 2**-7 if INTERPRETED else 2**-8
         for result in results:
             torch.testing.assert_close(result.double(), expected, rtol=unit, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", ((), *ORDERS.values()), ids=("none", *ORDERS))
+def test_torch_sums_some_entries_at_a_time(sizes):
+    """A slice ends with the segment that has its hundredth entry."""
+    offsets = torch.tensor((0, *sizes)).cumsum(0)
+    parts = list(torch_backend._segment_slices(offsets, 100))
+    assert [i for part in parts for i in range(part.start, part.stop)] == [*range(len(sizes))]
+    for part in parts:
+        assert sum(sizes[part]) <= 100 + max(sizes[part])

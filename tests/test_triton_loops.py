@@ -37,16 +37,15 @@ def aliases(source: str) -> list[str]:
             (node.lineno, node.targets[0].id, node.value.id)
             for node in ast.walk(function)
             if isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and isinstance(node.value, ast.Name)
+            and {type(node.targets[0]), type(node.value)} == {ast.Name}
         ]
         for loop in ast.walk(function):
             if isinstance(loop, ast.For | ast.While):
                 inside = [x for statement in loop.body for x in ast.walk(statement)]
-                names = {x.id for x in inside if isinstance(getattr(x, "ctx", None), ast.Store)
-                         and isinstance(x, ast.Name)}  # fmt: skip
+                names = [x for x in inside if isinstance(x, ast.Name)]
+                stored = {x.id for x in names if isinstance(x.ctx, ast.Store)}
                 lines += [f"{function.name}:{line}: {a} = {b}" for line, a, b in pairs
-                          if line < loop.lineno and {a, b} <= names]  # fmt: skip
+                          if line < loop.lineno and {a, b} <= stored]  # fmt: skip
     return lines
 
 
@@ -67,8 +66,7 @@ def test_a_row_swept_twice_has_the_anchor_of_its_last_sweep():
     command = [sys.executable, "-c", TTIR]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    loop = re.search(r"(%\w+):\d+ = scf\.while ", done.stdout)
-    indent = re.search(r"\n( *)%\w+:\d+ = scf\.while ", done.stdout)[1]
+    loop = re.search(r"\n( *)(%\w+):\d+ = scf\.while ", done.stdout)
+    indent, name = loop.groups()
     after = done.stdout[loop.end() :].split(f"\n{indent}}} attributes", 1)[-1]
-    after = after if len(after) < len(done.stdout) else done.stdout[loop.end() :]
-    assert re.search(rf"arith\.subf %\w+, {loop[1]}#\d+ : f32", after), after
+    assert re.search(rf"arith\.subf %\w+, {name}#\d+ : f32", after), after

@@ -156,15 +156,11 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "kl": ({"beta": 0.1}, ("ref_logps",)),
     "kl_metric_only": ({}, _KL),
     "kl_old_delta": ({"beta": 0.04, "delta": 1.4}, _KL),
-    **{
-        f"kl_{name}": ({"beta": 0.2, "kl_estimator": name}, _KL)
-        for name in ("k1", "abs", "k2", "k1+", "k3+")
-    },
+    **{f"kl_{name}": ({"beta": 0.2, "kl_estimator": name}, _KL)
+       for name in ("k1", "abs", "k2", "k1+", "k3+")},
     "kl_uncorrected": ({"beta": 0.2, "use_bias_correction_kl": False}, _KL),
-    **{
-        f"kl_clamp_{name}": ({"beta": 0.2, "kl_estimator": name, "kl_clamp": 0.05}, _KL)
-        for name in ("k1", "abs", "k2", "k3", "k1+", "k3+")
-    },
+    **{f"kl_clamp_{name}": ({"beta": 0.2, "kl_estimator": name, "kl_clamp": 0.05}, _KL)
+       for name in ("k1", "abs", "k2", "k3", "k1+", "k3+")},
     "entropy": ({"entropy_coef": 0.05}, _OLD),
     "cispo": ({"loss_type": "cispo"}, _OLD),
     "cispo_sequence": ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, _OLD),
@@ -183,24 +179,12 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gmpo": ({"loss_type": "gmpo"}, _OLD),
     "vespo": ({"loss_type": "vespo"}, _OLD),
     "vespo_corrected": ({"loss_type": "vespo", "is_correction": "token_mask"}, _ALL),
-    **{
-        f"is_{name}": ({"is_correction": name, "is_clip_max": 1.1, "beta": 0.1}, _ALL)
-        for name in (
-            "token_truncate",
-            "token_mask",
-            "sequence_truncate",
-            "sequence_mask",
-            "geometric_truncate",
-            "geometric_mask",
-        )
-    },
-    **{
-        f"is_gate_{name}": (
-            {"is_correction": "token_mask", "is_gate": name, "is_clip_max": 0.005},
-            _ALL,
-        )
-        for name in ("binary_kl", "tv")
-    },
+    **{f"is_{level}_{how}": (
+        {"is_correction": f"{level}_{how}", "is_clip_max": 1.1, "beta": 0.1}, _ALL
+    ) for level in ("token", "sequence", "geometric") for how in ("truncate", "mask")},
+    **{f"is_gate_{name}": (
+        {"is_correction": "token_mask", "is_gate": name, "is_clip_max": 0.005}, _ALL
+    ) for name in ("binary_kl", "tv")},
     "is_token_on_policy": ({"is_correction": "token_truncate"}, ("sampling_logps",)),
     "is_sequence_on_policy": ({"is_correction": "sequence_truncate"}, ("sampling_logps",)),
     "off_policy": ({"off_policy_threshold": 0.01}, _ALL),
@@ -259,20 +243,17 @@ def run_fused(
     `head`: fields of the `LMHead`. Of the names that are True the batch has the tensors.
     """
     leaves = {}
-    for name in HEAD:  # as clone(), but with the strides it came with
+    for name in HEAD:  # with the strides it came with, also where memory lies between its values
         x = getattr(batch, name).detach()
         x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-        x = x.double() if exact else x
-        leaves[name] = x.requires_grad_(name not in frozen)
+        leaves[name] = (x.double() if exact else x).requires_grad_(name not in frozen)
 
     def tensors_of(named: dict[str, Any]) -> dict[str, Any]:
-        tensors = {}
-        for name, x in named.items():
-            if x is not False:
-                x = getattr(batch, name) if x is True else x
-                widened = exact and isinstance(x, Tensor) and x.dtype == torch.float32
-                tensors[name] = x.double() if widened else x
-        return tensors
+        tensors = {name: getattr(batch, name) if x is True else x for name, x in named.items()}
+        for name, x in tensors.items():
+            if exact and isinstance(x, Tensor) and x.dtype == torch.float32:
+                tensors[name] = x.double()
+        return {name: x for name, x in tensors.items() if x is not False}
 
     fields_of_head, arguments = tensors_of(dict(head)), tensors_of(arguments)
     if "bias" in fields_of_head:
@@ -307,31 +288,23 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
 
 
 def assert_matches(
-    actual: Result,
-    expected: Result,
-    tolerance: float,
-    *,
-    logps: float,
-    floor: float = 0.0,
-    rounded_to: torch.dtype | None = None,
-    scale: float = 1.0,
-) -> None:
+    actual: Result, expected: Result, tolerance: float, *, logps: float, floor: float = 0.0,
+    rounded_to: torch.dtype | None = None, scale: float = 1.0,
+) -> None:  # fmt: skip
     """Loss, log-probs, metrics and every gradient; gradients that should not be 0 must not be.
 
     `rounded_to`: the dtype of the gradients, whose rounding alone may be more than the tolerance,
     where the loss was times `scale`.
     """
-    assert actual.loss.dtype == torch.float32
-    worst = (actual.logps.double() - expected.logps).abs().max() if actual.logps.numel() else 0.0
-    assert float(worst) <= logps, f"log-probs off by {worst:.2e}"
-    size = max(1.0, abs(expected.loss.item()))
-    assert abs(actual.loss.item() - expected.loss.item()) <= max(tolerance, 1e-5) * size
+    if actual.logps.numel():
+        worst = float((actual.logps.double() - expected.logps).abs().max())
+        assert worst <= logps, f"log-probs off by {worst:.2e}"
     assert actual.metrics.keys() == expected.metrics.keys()
-    for name, value in expected.metrics.items():
-        assert actual.metrics[name].dtype == torch.float32
-        assert abs(actual.metrics[name].item() - value.item()) <= 2e-4 * max(
-            1.0, abs(value.item())
-        ), name
+    numbers = {name: (actual.metrics[name], x, 2e-4) for name, x in expected.metrics.items()}
+    numbers["loss"] = actual.loss, expected.loss, max(tolerance, 1e-5)
+    for name, (x, truth, limit) in numbers.items():
+        assert x.dtype == torch.float32
+        assert abs(x.item() - truth.item()) <= limit * max(1.0, abs(truth.item())), name
     for name, value in expected.gradients.items():
         grad = actual.gradients[name]
         if value is None:
