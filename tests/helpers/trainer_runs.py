@@ -85,23 +85,31 @@ def trainer_of(config, *loaded, **options):
     return Trainer(config, *(loaded or load_model(config)), train, held_out, **options)
 
 
+def trainer_with(model, tmp_path, /, *loaded, **options):
+    """A trainer from options of its config; functions and dicts of them are the trainer's."""
+    names = [n for n in ("rewards", "rollout", "is_correct") if n in options]
+    own = {n: options.pop(n) for n in names if not isinstance(options[n], (str, list))}
+    config = config_of(options.pop("model", model), tmp_path, **options)
+    return trainer_of(config, *loaded, **own)
+
+
+def same_for_any_ranks(policy):
+    """A rollout whose completions depend on their prompts alone."""
+    from tests.ranks.training_jobs import SameForAnyRanks
+
+    return SameForAnyRanks()
+
+
 # Two updates per step, of four micro-batches each.
 STEPS = {
     "steps": 3, "epochs_per_rollout": 2, "micro_batch_size": 4, "save_every": 1,
-    "skip_untrained": False, "learning_rate": 1e-3,
+    "skip_untrained": False, "learning_rate": 1e-3, "rollout": same_for_any_ranks,
 }  # fmt: skip
-
-
-def same_trainer_of(config, **options):
-    """A trainer on completions that depend on their prompts alone."""
-    from tests.ranks.training_jobs import SameForAnyRanks
-
-    return trainer_of(config, rollout=lambda _: SameForAnyRanks(), **options)
 
 
 def run(config, **options):
     """Trains on completions that depend on their prompts alone; returns the trainer."""
-    trainer = same_trainer_of(config, **options)
+    trainer = trainer_of(config, rollout=same_for_any_ranks, **options)
     trainer.train()
     return trainer
 
