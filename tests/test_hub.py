@@ -17,15 +17,12 @@ import pytest
 from tests.helpers.ranks import ROOT
 
 pytestmark = pytest.mark.slow
-# Options, and what is said of them.
 MISSING = {
     "model: 'gated/a'.*accept the terms on its page, then `hf auth login`": {"model": "gated/a"},
     "model: 'no/a'.*there is none of this name, or it is private": {"model": "no/a"},
     "model: 'old/a@v9'.*it has no such revision": {"model": "old/a@v9"},
     "dataset: gated/b was neither.*accept the terms on its page": {"dataset": "gated/b"},
-    "dataset: no/b was neither.*none of this name, or it is.*Without the hub: a .json": {
-        "dataset": "no/b"
-    },
+    "dataset: no/b was neither.*none of this name.*Without the hub: a .json": {"dataset": "no/b"},
     "dataset: old/b was neither": {"dataset": "old/b:main@v9"},
 }
 CODES = {"gated": (401, "GatedRepo"), "no": (404, "RepoNotFound"), "old": (404, "RevisionNotFound")}
@@ -33,8 +30,6 @@ ABOUT = {
     "_id": "0" * 24, "sha": "a" * 40, "private": False, "gated": "manual", "disabled": False,
     "tags": [], "downloads": 0, "likes": 0, "siblings": [],
 }  # fmt: skip
-
-
 ASKED = []
 
 
