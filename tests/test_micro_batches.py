@@ -18,28 +18,14 @@ from grpo_kernels.training.micro_batches import (
     plan_micro_batches,
 )
 from grpo_kernels.training.policy import Batch, positions
-from tests.helpers.trainer_runs import (
-    FakeRollout,
-    assert_same_grads,
-    config_of,
-    first_samples,
-    trainer_of,
-)
+from tests.helpers.trainer_runs import FakeRollout, assert_same_grads, first_samples
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
 
-def sampled(config, **options):
-    """A trainer in its first step, with completions of several lengths, scored."""
-    rollout = FakeRollout(lengths=(6, 1, 3, 5, 2), **options)
-    trainer = trainer_of(config, rollout=lambda _: rollout)
-    return trainer, *first_samples(trainer)
-
-
-def updated_gradient(trainer, samples, scores, parts):
-    """The gradient of one update, cut into micro-batches of so many."""
-    trainer.run.micro_batch_size = parts
-    grads = {}
+def gradient_of(trainer, samples, scores, parts):
+    """The gradient of one update, cut into micro-batches of so many; and its metrics."""
+    trainer.run.micro_batch_size, grads = parts, {}
 
     def keep(*_, **__):
         grads.update({n: p.grad.clone() for n, p in trainer.policy.named_parameters()})
@@ -48,6 +34,18 @@ def updated_gradient(trainer, samples, scores, parts):
         patch.setattr(trainer.optimizer, "step", keep)
         metrics = trainer.update(samples, scores, 0, list(range(len(samples.texts)))).metrics
     return grads, metrics
+
+
+@pytest.fixture
+def sampled(make):
+    """Makes a trainer in its first step, with completions of several lengths, scored."""
+
+    def sampled(name, options):
+        rollout = FakeRollout((6, 1, 3, 5, 2), **TURNS.get(name, {}))
+        trainer = make(max_grad_norm=1e9, rollout=lambda _: rollout, **options)
+        return trainer, *first_samples(trainer)
+
+    return sampled
 
 
 # What a rollout puts between the tokens that it samples.
@@ -71,13 +69,12 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
-    trainer, samples, scores = sampled(config, **TURNS.get(name, {}))
-    whole, metrics = updated_gradient(trainer, samples, scores, 16)
+def test_any_cut_gives_the_gradient_of_the_whole(name, sampled):
+    trainer, samples, scores = sampled(name, CUTS[name])
+    whole, metrics = gradient_of(trainer, samples, scores, 16)
     assert len(set(samples.lengths)) > 2
     for size in (1, 3):
-        grads, parts = updated_gradient(trainer, samples, scores, size)
+        grads, parts = gradient_of(trainer, samples, scores, size)
         assert_same_grads(grads, whole, 2e-6 if size > 1 else 5e-6)
         assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
         assert parts["tokens"] == metrics["tokens"]
@@ -85,7 +82,7 @@ def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
     # A process has a part without rows where others have more micro-batches.
     plan = trainer.scorer.plan
     trainer.scorer.plan = lambda *args: [*plan(*args), []]
-    assert_same_grads(updated_gradient(trainer, samples, scores, 16)[0], whole, 1e-6)
+    assert_same_grads(gradient_of(trainer, samples, scores, 16)[0], whole, 1e-6)
 
 
 ONE_CALL = {
@@ -97,12 +94,11 @@ ONE_CALL = {
 
 
 @pytest.mark.parametrize("name", ONE_CALL)
-def test_the_gradient_is_that_of_one_call_of_the_loss(name, tiny_model, tmp_path):
+def test_the_gradient_is_that_of_one_call_of_the_loss(name, sampled):
     """Gradient of all completions, on the plain model in float64, tokens of tools included."""
-    config = config_of(tiny_model, tmp_path, **ONE_CALL[name], max_grad_norm=1e9)
-    trainer, samples, scores = sampled(config, **TURNS.get(name, {}))
-    grads, metrics = updated_gradient(trainer, samples, scores, 5)
-    model = load_model(config)[0].double()
+    trainer, samples, scores = sampled(name, ONE_CALL[name])
+    grads, metrics = gradient_of(trainer, samples, scores, 5)
+    model = load_model(trainer.config)[0].double()
     batch = Batch.from_rows(
         samples.prompts, samples.prompt_of, [c.token_ids for c in samples.completions],
         trainer.tokenizer.pad_token_id,
@@ -117,7 +113,7 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(name, tiny_model, tmp_path
     states = model.base_model(ids, attention_mask=attention, position_ids=positions(attention))
     out = reference.fused_grpo_loss(
         states.last_hidden_state[:, -own.shape[1] - 1 : -1], head_of(model).weight,
-        batch.completions, samples.advantages.double(), own, config=config.loss_config(),
+        batch.completions, samples.advantages.double(), own, config=trainer.config.loss_config(),
         ce_weights=ce if name == "predicted" else None,
     )  # fmt: skip
     out.loss.backward()
