@@ -2,8 +2,14 @@
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
+import threading
 from datetime import datetime
 from decimal import Decimal
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy
@@ -14,6 +20,7 @@ from examples import problems
 from grpo_kernels.training import TrainingConfig, answers, data, load_problems, report, rewards
 from grpo_kernels.training.prompts import EXAMPLE, PromptEncoder, build_prompt, short_enough
 from grpo_kernels.training.run import place_of
+from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -222,7 +229,7 @@ def test_problems_that_are_held_out_are_not_trained_on(own_file, tmp_path, caplo
     train, test = (write(tmp_path / f"{name}.jsonl", *numbered("", numbers))
                    for name, numbers in (("train", range(10)), ("test", range(4))))  # fmt: skip
     files = {"dataset": train, "eval_dataset": test} if own_file else {"dataset": str(tmp_path)}
-    train, held_out = load_problems(config_of(**files, eval_size=2))
+    train, held_out = load_problems(config_of(**files, train_size=0, eval_size=2))
     assert sorted(answers_of(train)) == [*range(4, 10)] and answers_of(held_out) == [0, 1]
     assert "4 of 10 problems to train on are left out" in caplog.text
     if own_file:
@@ -237,15 +244,6 @@ def test_a_test_split_without_answers_is_in_the_way_of_no_run_that_does_not_ask_
     assert answers_of(train) == [0, 1, 2, 4, 5, 6, 7, 8, 9] and not held_out
     with pytest.raises(ValueError, match=r"an answer, .*; got .* in row 1 of split test"):
         load_problems(config_of(dataset=str(tmp_path), eval_size=1))
-
-
-def test_held_out_problems_of_a_file_of_their_own(tmp_path):
-    train, test = (write(tmp_path / f"{name}.jsonl", *numbered(name, range(count)))
-                   for name, count in (("train", 30), ("test", 7)))  # fmt: skip
-    files = {"dataset": train, "eval_dataset": test, "train_size": 0, "eval_size": 5}
-    train, held_out = load_problems(config_of(**files))
-    assert len(held_out) == 5 and all("test" in p["question"] for p in held_out)
-    assert len(train) == 30 and all("train" in p["question"] for p in train)
 
 
 def test_every_problem_once_an_epoch():
@@ -332,3 +330,69 @@ def test_prompts_are_made_as_the_options_say():
     assert prompt(**own) == "Be brief.\n1 + 1?"
     messages = {"system": "Be brief.", "user": "1 + 1?"}
     assert prompt(chat=True, **own) == [{"role": k, "content": v} for k, v in messages.items()]
+
+
+# The hub
+
+MISSING = {
+    "model: 'gated/a'.*accept the terms on its page, then `hf auth login`": {"model": "gated/a"},
+    "model: 'no/a'.*there is none of this name, or it is private": {"model": "no/a"},
+    "model: 'old/a@v9'.*it has no such revision": {"model": "old/a@v9"},
+    "dataset: gated/b was neither.*accept the terms on its page": {"dataset": "gated/b"},
+    "dataset: no/b was neither.*none of this name.*Without the hub: a .json": {"dataset": "no/b"},
+    "dataset: old/b was neither": {"dataset": "old/b:main@v9"},
+}
+CODES = {"gated": (401, "GatedRepo"), "no": (404, "RepoNotFound"), "old": (404, "RevisionNotFound")}
+ABOUT = {
+    "_id": "0" * 24, "sha": "a" * 40, "private": False, "gated": "manual", "disabled": False,
+    "tags": [], "downloads": 0, "likes": 0, "siblings": [],
+}  # fmt: skip
+REQUESTS = []
+
+
+class Hub(BaseHTTPRequestHandler):
+    def do_GET(self):
+        REQUESTS.append(self.path)
+        owner, name = re.search(r"(\w+)/([ab])\b", self.path).groups()
+        status, code = CODES[owner]
+        # That there is a gated dataset is no secret.
+        body = {"error": code}
+        if re.fullmatch("/api/datasets/gated/b(/revision/.*)?", self.path):
+            status, body = 200, {**ABOUT, "id": f"{owner}/{name}"}
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", code)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(json.dumps(body).encode())
+
+    do_HEAD = do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+def test_what_is_not_on_the_hub_is_said(tmp_path):
+    """The hub is a server at a loopback address; all between is huggingface_hub and its users."""
+    code = (
+        "from grpo_kernels.training import TrainingConfig, load_model, load_problems\n"
+        f"for options in {[*MISSING.values()]}:\n"
+        "    load = load_problems if 'dataset' in options else load_model\n"
+        "    try: load(TrainingConfig(**{'model': 'm', **options}))\n"
+        "    except OSError as error: print('REFUSED', error)\n"
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200,
+            env={**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_TOKEN": "",
+                 "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"},
+        )  # fmt: skip
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    for message, said in zip(MISSING, done.stdout.split("REFUSED ")[1:], strict=True):
+        assert re.match(message, said), said
+    for name in ("old/a", "old/b"):  # the revision that is wanted
+        assert any(name in path and "v9" in path for path in REQUESTS)

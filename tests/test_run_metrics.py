@@ -10,7 +10,6 @@ from grpo_kernels import GRPOLossConfig, grpo_loss
 from grpo_kernels.loss.losses import Loss
 from grpo_kernels.training import Metric, report
 from grpo_kernels.training.metrics import Metrics
-from tests.helpers.batches import make_batch
 from tests.helpers.trainer_runs import noise, rows_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
@@ -20,25 +19,6 @@ class Alone:
     """Processes of which there is one."""
 
     num_processes = 1
-
-
-def merged_of(config, sizes):
-    """Metrics of a batch that is cut into parts of these numbers of sequences."""
-    batch, parts, completions, start = make_batch(B=12), [], [], 0
-    logps = batch.old_logps + 0.3 * torch.arange(12 * 9).view(12, 9).sin()
-    # A rollout scores all of its tokens.
-    batch.sampling_logps[:1, :1] = batch.old_logps[:1, :1]
-    for size in sizes:
-        rows = slice(start, start + size)
-        tensors = {name: getattr(batch, name)[rows] for name in ("old_logps", "sampling_logps")}
-        out = grpo_loss(
-            logps[rows].requires_grad_(), batch.advantages[rows], batch.mask[rows], config=config,
-            **tensors,
-        )  # fmt: skip
-        parts.append(out.metrics)
-        completions.append(int(batch.mask[rows].any(1).sum()))
-        start += size
-    return Metrics(config).merge_micro_batches(parts, completions, Alone)
 
 
 def test_own_code_adds_a_metric_with_a_curve(make, monkeypatch):
@@ -85,21 +65,6 @@ def test_what_cannot_be_merged_is_refused(metric, message):
     if metric.name != "a":
         with pytest.raises(ValueError, match=message):
             metrics.add(metric.name, [1.0])
-
-
-@pytest.mark.parametrize(
-    "options", ({}, {"loss_type": "gspo"}, {"is_correction": "sequence_truncate"}), ids=str
-)
-def test_any_cut_has_the_metrics_of_the_whole(options):
-    """Means over sequences, too, which have several lengths."""
-    config = GRPOLossConfig(epsilon=0.02, **options)
-    whole = merged_of(config, [12])
-    assert 0 < whole["clip_low"] + whole["clip_high"] < 1
-    for sizes in ([1] * 12, [1, 4, 7]):
-        parts = merged_of(config, sizes)
-        assert parts.keys() == whole.keys()
-        for key, value in whole.items():
-            assert parts[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
 
 
 def test_no_name_decides_how_a_metric_is_merged():

@@ -272,25 +272,23 @@ OWN = {"is_correct": lambda text, right: right == 0.5}
         # By the reward, whatever evaluations count by.
         (["answer"], (ODD,), OWN, rf"{NO_TEXT}got 0.5 in train\[1\]$"),
         (["answer"], ([ODD[0], {"prompt": "b"}],), {}, rf"{NO_TEXT}got None in train\[1\]$"),
-        # Nothing of the library's compares them.
-        (["noise"], (ODD, ODD), OWN, None),
     ),
 )
 def test_answers_that_cannot_be_compared_are_refused(
     rewards, parts, options, message, make, monkeypatch
 ):
     monkeypatch.setattr("tests.helpers.trainer_runs.load_problems", lambda _: (*parts, ())[:2])
-    if message is None:
-        make(rewards=rewards, **options)
-        return
     with pytest.raises(ValueError, match=message):
         make(rewards=rewards, **options)
 
 
-def test_problems_may_have_no_answer(make, monkeypatch):
+def test_problems_may_have_no_answer_or_any(make, monkeypatch):
+    """Where nothing of the library's compares them."""
     some = [*ODD[:1], {"prompt": "b", "answer": None}, *({"prompt": x} for x in "cde")]
-    monkeypatch.setattr("tests.helpers.trainer_runs.load_problems", lambda _: (some, ()))
-    assert "accuracy" not in rows_of(make().train())[0]
+    for name, parts, options in (("none", (some, ()), {}), ("any", (ODD * 2, ODD), OWN)):
+        monkeypatch.setattr("tests.helpers.trainer_runs.load_problems", lambda _, x=parts: x)
+        (row,) = rows_of(make(name=name, steps=1, **options).train())
+        assert ("accuracy" in row) == (parts[1] != ())
 
 
 @pytest.mark.parametrize("pad_token", (None, "[PAD]"))
