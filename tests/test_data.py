@@ -279,7 +279,7 @@ CHAT = (
 )
 USER = {"role": "user", "content": "2 + 3?"}
 BEGUN = [USER, {"role": "assistant", "content": "<think>Two plus"}]
-ASKED = "<bos>[user]2 + 3?[end][assistant]"
+OPENED = "<bos>[user]2 + 3?[end][assistant]"
 
 
 @pytest.mark.parametrize("around", ("$A", "<bos> $A", "$A <eos>", "<bos> $A <eos>"))
@@ -297,11 +297,11 @@ def test_a_prompt_is_to_be_gone_on_from(around):
         ("2 + 3?", False, f"{begin}2 + 3?"),
         ("", False, begin),
         ("no end<eos>", False, f"{begin}no end<eos>"),
-        ([USER], False, ASKED),
-        ("2 + 3?", True, ASKED),
-        (rendered, False, ASKED),
-        (BEGUN, False, f"{ASKED}<think>Two plus"),
-        ([*BEGUN, USER], False, f"{ASKED}<think>Two plus[end][user]2 + 3?[end][assistant]"),
+        ([USER], False, OPENED),
+        ("2 + 3?", True, OPENED),
+        (rendered, False, OPENED),
+        (BEGUN, False, f"{OPENED}<think>Two plus"),
+        ([*BEGUN, USER], False, f"{OPENED}<think>Two plus[end][user]2 + 3?[end][assistant]"),
     ):
         encode = PromptEncoder(tokenizer, chat=chat)
         assert tokenizer.decode(encode({"prompt": prompt})) == text

@@ -112,34 +112,28 @@ def test_the_command(trained, tmp_path, capsys):
     assert [a["answer"] for a in found[2] if "sample" not in a] == [str(i) for i in range(7)]
 
 
-RUN = """
-model: of-the-run
-dataset: {folder}/train.jsonl
-eval_dataset: {folder}/test.jsonl
-eval_every: 10
-lora_rank: 32
-lora_alpha: 64
-gradient_checkpointing: true
-resume: true
-output: {folder}/of-the-run
-num_generations: 2
-max_completion_length: 3
-"""
-
-
 def test_the_file_of_a_run_is_evaluated(trained, tmp_path, capsys):
     """Evaluates as the run would: on its held-out dataset, with the model's adapters merged."""
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": 1}))
-    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
-    (tmp_path / "of-the-run").mkdir()  # which is not touched
+    folder, options = tmp_path / "run", {
+        "model": "of-the-run", "dataset": f"{tmp_path}/train.jsonl", "eval_every": 10,
+        "eval_dataset": f"{tmp_path}/test.jsonl", "output": f"{tmp_path}/run", "resume": True,
+        "lora_rank": 32, "lora_alpha": 64, "gradient_checkpointing": True, "num_generations": 2,
+        "max_completion_length": 3,
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(json.dumps(options))
+    folder.mkdir()  # which is not touched
     evaluate.main([str(tmp_path / "run.yaml"), "--model", str(trained / "model")])
-    assert "All 1 problems of" in capsys.readouterr().out
-    answers = logs.read(tmp_path / "of-the-run-2" / "answers.jsonl")
+    assert "All 1 problems of" in capsys.readouterr().out and not list(folder.iterdir())
+    answers = logs.read(tmp_path / "run-2" / "answers.jsonl")
     assert [a["prompt"] for a in answers] == ["test"] * 3
-    assert not list((tmp_path / "of-the-run").iterdir())
-    used = json.loads((tmp_path / "of-the-run-2" / "config.json").read_text())
+    used = json.loads((tmp_path / "run-2" / "config.json").read_text())
     assert used["lora_rank"] == 0 and used["gradient_checkpointing"] is False
+    row = {"prompt": "a", "answer": 1, "rewards": "breif"}
+    (tmp_path / "test.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=r"the column `rewards` of .*test.jsonl\[0\] has"):
+        evaluate.main([str(tmp_path / "run.yaml"), "--model", str(trained / "model")])
 
 
 PARTS = (
@@ -148,7 +142,7 @@ PARTS = (
 )
 
 
-def test_prompts_in_parts_and_numbers_of_numpy(make, monkeypatch):
+def test_prompts_in_parts_and_numbers_of_numpy(make):
     """Are shown, written and counted as text and numbers are, whatever an observer does to them."""
 
     class Changes(Observer):
@@ -168,10 +162,9 @@ def test_prompts_in_parts_and_numbers_of_numpy(make, monkeypatch):
 
     model, tokenizer = make_model("llama"), make_tokenizer()
     tokenizer.chat_template = PARTS
-    monkeypatch.setattr("tests.helpers.trainer_runs.load_problems", lambda _: (problems, problems))
     trainer = make(
         model, tokenizer, steps=1, num_generations=2, prompts_per_step=2, show_every=1,
-        rewards={"noise": some},
+        rewards={"noise": some}, problems=(problems, problems),
     )  # fmt: skip
     trainer.run.observers.append(Changes(trainer.config))
     folder = trainer.train()

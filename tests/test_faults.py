@@ -19,9 +19,10 @@ from tokenizers import normalizers
 from grpo_kernels.head.lm_head import Support
 from grpo_kernels.training import Completion, checkpoint, load_model, logs, samples
 from grpo_kernels.training.interruptions import BadUpdates, Preempted, StepError
+from grpo_kernels.training.loading import set_trainable
 from grpo_kernels.training.rewards import RewardError, RewardFunction, reward_table
 from grpo_kernels.training.rollout import RolloutError
-from tests.helpers.tiny_models import make_model
+from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import (
     STEPS,
     FakeRollout,
@@ -328,7 +329,7 @@ def test_a_run_goes_on_with_the_options_of_its_checkpoint(options, message):
         checkpoint.check_options({"config": before}, replace(config, **options))
 
 
-def test_a_schedule_and_the_number_of_processes_stay(make):
+def test_a_schedule_and_the_number_of_processes_stay():
     config = config_of("m", "runs", schedule="linear")
     state = {"config": config.as_json(), "processes": 1, "fingerprint": {}}
     with pytest.raises(ValueError, match="steps: expected 2 as before, because schedule='linear'"):
@@ -343,66 +344,53 @@ def sums(count, tags=(0, 8)):
             for i in range(count)]  # fmt: skip
 
 
-SUMS = sums(8)
+SUMS, ANSWER = sums(8), {"answer": 11}
+FROZEN = {"trainable": r"layers\.1\."}
+REFERENCE = {"beta": 0.1, "ref_model": "reference"}
+MODEL, OTHER, TOKENS = "weights of the model", "weights of the reference", "tokens of the prompts"
+# A run's options, what is not as it was when it goes on, and what the message names.
+CHANGES = {
+    "sets in another order": ({}, {"train": sums(6, tags=(8, 0))}, []),
+    "fewer problems": ({}, {"train": SUMS[:5], "held_out": SUMS[5:]}, ["train", "held_out"]),
+    "another answer": ({}, {"train": [*SUMS[:5], {**SUMS[5], **ANSWER}]}, ["train"]),
+    "another order": ({}, {"train": SUMS[5::-1]}, ["train", TOKENS]),
+    "another order of evaluations": ({}, {"held_out": SUMS[7:5:-1]}, ["held_out", TOKENS]),
+    "another tokenizer": ({}, {"minus": True}, [TOKENS]),
+    "another buffer": ({}, {"buffer": 1.5}, [MODEL]),
+    # The checkpoint has weights that are trained, but not those of a copy from the beginning.
+    "trained weights": ({}, {"factor": 1.5}, []),
+    "frozen weights": (FROZEN, {"factor": 1.5}, [MODEL]),
+    "weights and their copy": ({"beta": 0.1}, {"factor": 1.5}, [MODEL]),
+    "trained weights, and a reference": (REFERENCE, {"factor": 1.5}, []),
+    "weights of the reference": (REFERENCE, {"reference": 1.5}, [OTHER]),
+}
 
 
-def fingerprint_of(folder, train=SUMS[:6], held_out=SUMS[6:], buffer=1.0, minus=False):
-    model, tokenizer = load_model(config_of(folder, "runs", trainable=r"layers\.1\."))
-    model.register_buffer("offset", torch.full((2,), buffer))
-    if minus:
-        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("+", "-")
-    weights = {"weights of the model": (model, False)}
-    return checkpoint.fingerprint(train, held_out, tokenizer, weights)
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    (
-        ({"train": sums(6, tags=(8, 0))}, []),
-        ({"train": SUMS[:5], "held_out": SUMS[5:]}, ["train", "held_out"]),
-        ({"train": [*SUMS[:5], {**SUMS[5], "answer": 11}]}, ["train"]),
-        ({"train": SUMS[5::-1]}, ["train", "tokens of the prompts"]),
-        ({"held_out": SUMS[7:5:-1]}, ["held_out", "tokens of the prompts"]),
-        ({"minus": True}, ["tokens of the prompts"]),
-        ({"buffer": 1.5}, ["weights of the model"]),
-    ),
-)
-def test_a_fingerprint_names_what_has_changed(change, names, tiny_model):
-    before, now = fingerprint_of(tiny_model), fingerprint_of(tiny_model, **change)
-    parts = [f"{name}: was .*sha256 [0-9a-f]{{12}}, is .*sha256 [0-9a-f]{{12}}" for name in names]
-    message = f"expected the problems and models .*; got different ones: {'; '.join(parts)}$"
-    with pytest.raises(ValueError, match=message) if names else nullcontext():
-        checkpoint.check_same({"processes": 1, "fingerprint": before}, 1, now)
-
-
-@pytest.mark.parametrize(
-    ("options", "changed", "refused"),
-    (
-        ({}, "model", False),
-        ({"trainable": r"layers\.1\."}, "model", True),
-        ({"beta": 0.1}, "model", True),
-        ({"beta": 0.1, "ref_model": "reference"}, "model", False),
-        ({"beta": 0.1, "ref_model": "reference"}, "reference", True),
-    ),
-    ids=str,
-)
-def test_weights_of_others_are_taken_where_the_checkpoint_has_all(
-    options, changed, refused, make, tmp_path, monkeypatch
-):
-    """Frozen ones it does not have, nor those of the reference, a copy from the beginning."""
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_goes_on_with_the_inputs_of_its_checkpoint(name, make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    reference = make_model("llama")
-    reference.save_pretrained("reference")
-    trainer = make(steps=1, **options)
-    trainer.train()
-    model, tokenizer = load_model(replace(trainer.config, resume=True))
-    with torch.no_grad():
-        {"model": model, "reference": reference}[changed].model.norm.weight.mul_(1.5)
-    reference.save_pretrained("reference")
-    message = f"got different ones: weights of the {changed}: was"
-    with pytest.raises(ValueError, match=message) if refused else nullcontext():
-        make(model, tokenizer, steps=2, resume=True, **options).train()
-    assert len(rows_of(trainer.config.folder)) == 2 - refused
+    options, change, names = CHANGES[name]
+
+    def begin(steps, train=SUMS[:6], held_out=SUMS[6:], minus=False, buffer=1.0, factor=1.0,
+              reference=1.0):  # fmt: skip
+        model, other, tokenizer = make_model("llama"), make_model("llama"), make_tokenizer()
+        with torch.no_grad():
+            model.model.norm.weight.mul_(factor)
+            other.model.norm.weight.mul_(reference)
+        model.register_buffer("offset", torch.full((2,), buffer))
+        other.save_pretrained("reference")
+        if minus:
+            tokenizer.backend_tokenizer.normalizer = normalizers.Replace("+", "-")
+        model = set_trainable(model, config_of("m", "runs", **options))
+        more = {"steps": steps, "resume": True, "problems": (train, held_out)}
+        return make(model, tokenizer, **more, **options).train()
+
+    begin(1)
+    parts = [f"{name}: was .*sha256 [0-9a-f]{{12}}, is .*sha256 [0-9a-f]{{12}}" for name in names]
+    message = f"expected the problems and models .*; {CHANGED}{'; '.join(parts)}$"
+    with pytest.raises(ValueError, match=message) if names else nullcontext():
+        begin(2, **change)
+    assert len(rows_of(tmp_path / "t")) == 2 - bool(names)
 
 
 # Disks and folders

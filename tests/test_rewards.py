@@ -243,16 +243,15 @@ def test_functions_get_copies():
 
 
 @pytest.mark.usefixtures("real_memory")
-def test_what_no_function_scores_is_in_no_figure(tmp_path):
+def test_what_no_function_scores_is_in_no_figure(make):
     """A group whose scored completions are equal teaches nothing; observers get copies."""
     problem, scores = {"prompt": "Q", "tests": [1]}, [None, 1.0, 1.0, None, None, 1.0, 0.0, 1.0]
-    trainer = Trainer(
-        config_of("m", tmp_path, rewards=["f"], prompts_per_step=2), make_model("llama"),
-        make_tokenizer(), [problem] * 2, rewards={"f": lambda completions: scores},
-        rollout=lambda _: FakeRollout(),
+    trainer = make(
+        prompts_per_step=2, problems=([problem] * 2, ()), rollout=lambda _: FakeRollout(),
+        rewards={"noise": lambda completions: scores},
     )  # fmt: skip
     row, samples = trainer.train_step(trainer.train_problems)
-    assert row["reward"] == row["reward/f"] == pytest.approx(4 / 5)
+    assert row["reward"] == row["reward/noise"] == pytest.approx(4 / 5)
     assert row["groups_equal"] == 0.5
     assert row["reward_std"] == pytest.approx((0 + math.sqrt(1 / 3)) / 2)
     assert [x is None for x in scores] == samples.rewards_total.isnan().tolist()

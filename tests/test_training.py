@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from accelerate import tracking
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from grpo_kernels.loss.losses import Sapo
@@ -15,7 +16,7 @@ from grpo_kernels.training import (
     load_model,
     prompts,
 )
-from grpo_kernels.training.observers import Observer, Trackers
+from grpo_kernels.training.observers import Observer
 from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import (
     FakeRollout,
@@ -82,8 +83,8 @@ def weights_of_copy(trainer):
 
 def test_frozen_weights_are_not_copied_for_the_reference(make):
     trainer = make(beta=0.1, trainable=r"layers\.1\.")
-    theirs = dict(trainer.reference.copy.named_parameters())
-    same = {n for n, p in trainer.policy.named_parameters() if p.data_ptr() == theirs[n].data_ptr()}
+    copied = dict(trainer.reference.copy.named_parameters())
+    same = {n for n, p in trainer.policy.named_parameters() if p.data_ptr() == copied[n].data_ptr()}
     assert any("layers.0" in n for n in same) and not any("layers.1" in n for n in same)
 
 
@@ -243,16 +244,18 @@ def test_a_minibatch_without_gradient_is_not_encoded_and_loses_no_metric(make):
 
 def test_a_loss_by_instance_is_that_of_its_name(make):
     """The loss's repr is recorded; a run goes on by it."""
-    mine = {"loss_type": Sapo(temperature_neg=1.3), "beta": 0.1}
+    instance = {"loss_type": Sapo(temperature_neg=1.3), "beta": 0.1}
     named = {"loss_type": "sapo", "sapo_temperature_neg": 1.3, "beta": 0.1}
-    folders = [make(name=name, **o).train() for name, o in (("mine", mine), ("named", named))]
+    folders = [
+        make(name=name, **o).train() for name, o in (("instance", instance), ("named", named))
+    ]
     assert rows_of(folders[0]) == rows_of(folders[1])
     recorded = json.loads((folders[0] / "config.json").read_text())["loss_type"]
     assert recorded == "Sapo(temperature_pos=1.0, temperature_neg=1.3)"
-    make(name="mine", steps=3, resume=True, **mine).train()
+    make(name="instance", steps=3, resume=True, **instance).train()
     assert len(rows_of(folders[0])) == 3
     with pytest.raises(ValueError, match=r"loss_type: was 'Sapo.*1\.3.*', is 'Sapo.*1\.05"):
-        make(name="mine", steps=4, resume=True, **mine | {"loss_type": Sapo()})
+        make(name="instance", steps=4, resume=True, **instance | {"loss_type": Sapo()})
 
 
 # Problems, answers and tokens
@@ -267,27 +270,23 @@ OWN = {"is_correct": lambda text, right: right == 0.5}
     (
         (["noise"], (ODD, [{"prompt": "a"}]), {}, "held_out: expected an answer in every problem"),
         (["noise"], (ODD, [{"prompt": "a", "answer": None}]), {}, "held_out: expected an answer"),
-        (["noise"], (ODD,), {}, rf"{NO_TEXT}got 0.5 in train\[1\]$"),
+        (["noise"], (ODD, ()), {}, rf"{NO_TEXT}got 0.5 in train\[1\]$"),
         (["noise"], (ODD[:1], ODD), {}, rf"{NO_TEXT}in held_out\[1\]$"),
         # By the reward, whatever evaluations count by.
-        (["answer"], (ODD,), OWN, rf"{NO_TEXT}got 0.5 in train\[1\]$"),
-        (["answer"], ([ODD[0], {"prompt": "b"}],), {}, rf"{NO_TEXT}got None in train\[1\]$"),
+        (["answer"], (ODD, ()), OWN, rf"{NO_TEXT}got 0.5 in train\[1\]$"),
+        (["answer"], ([ODD[0], {"prompt": "b"}], ()), {}, rf"{NO_TEXT}got None in train\[1\]$"),
     ),
 )
-def test_answers_that_cannot_be_compared_are_refused(
-    rewards, parts, options, message, make, monkeypatch
-):
-    monkeypatch.setattr("tests.helpers.trainer_runs.load_problems", lambda _: (*parts, ())[:2])
+def test_answers_that_cannot_be_compared_are_refused(rewards, parts, options, message, make):
     with pytest.raises(ValueError, match=message):
-        make(rewards=rewards, **options)
+        make(rewards=rewards, problems=parts, **options)
 
 
-def test_problems_may_have_no_answer_or_any(make, monkeypatch):
+def test_problems_may_have_no_answer_or_any(make):
     """Where nothing of the library's compares them."""
     some = [*ODD[:1], {"prompt": "b", "answer": None}, *({"prompt": x} for x in "cde")]
     for name, parts, options in (("none", (some, ()), {}), ("any", (ODD * 2, ODD), OWN)):
-        monkeypatch.setattr("tests.helpers.trainer_runs.load_problems", lambda _, x=parts: x)
-        (row,) = rows_of(make(name=name, steps=1, **options).train())
+        (row,) = rows_of(make(name=name, steps=1, problems=parts, **options).train())
         assert ("accuracy" in row) == (parts[1] != ())
 
 
@@ -347,9 +346,8 @@ def test_prompts_are_tokenized_once():
 
 
 def test_trackers_get_every_step(make):
-    from accelerate import tracking
-
-    calls = []
+    """And options as they take them: TensorBoard takes numbers, bools and text."""
+    calls, options = [], {}
 
     class Kept(tracking.GeneralTracker):
         name, requires_logging_directory, tracker = "kept", False, None
@@ -357,27 +355,20 @@ def test_trackers_get_every_step(make):
         def __init__(self, run_name, **_):
             super().__init__()
             calls.append(run_name)
-            self.store_init_configuration = lambda values: calls.append(values["learning_rate"])
+            self.store_init_configuration = options.update
             self.finish = lambda: calls.append("finished")
 
         def log(self, values, step=None, **_):
             calls.append((step, "reward" in values, "held_out_accuracy" in values))
 
     tracking.register_tracker_class(Kept)
-    make(trackers=["kept"], eval_size=3).train()
+    make(trackers=["kept"], eval_size=3, loss_options={}, stop=["a", "b"]).train()
     steps = [(0, False, True), (1, True, False), (2, True, False), (2, False, True)]
-    assert calls == ["t", 0.01, *steps, "finished"]
+    assert calls == ["t", *steps, "finished"]
+    assert all(isinstance(x, (int, float, str, type(None))) for x in options.values())
+    assert (options["stop"], options["loss_options"], options["steps"]) == ("a, b", "{}", 2)
     with pytest.raises(ImportError, match="trackers: aim is not installed"):
         make(name="u", trackers=["aim"])
-
-
-def test_trackers_get_options_that_they_take(make):
-    """TensorBoard takes numbers, bools and text."""
-    trainer, taken = make(loss_options={}, stop=["a", "b"], trackers=[]), {}
-    trainer.accelerator.init_trackers = lambda name, config: taken.update(config)
-    Trackers(trainer.config, trainer.accelerator).start(0)
-    assert all(isinstance(x, (int, float, str, type(None))) for x in taken.values())
-    assert (taken["stop"], taken["loss_options"], taken["steps"]) == ("a, b", "{}", 2)
 
 
 def test_a_run_that_nobody_looks_at_trains_the_same(make):

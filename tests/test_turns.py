@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from examples import tool_use
-from grpo_kernels.training import Completion, SamplingParams, Trainer, load_model, logs
+from grpo_kernels.training import Completion, SamplingParams, load_model, logs
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
-from tests.helpers.trainer_runs import FakeRollout, config_of, noise, rows_of, weights_of
+from tests.helpers.trainer_runs import FakeRollout, config_of, rows_of, trainer_of, weights_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -54,9 +54,9 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, written, paid, tiny_mo
         own = [x for i, part in enumerate(parts) for x in [i != by_tool] * len(part)]
         return [Completion(list(chain(*parts)), True, sampled=own)] * (len(prompts) * count)
 
-    folder = Trainer(
-        config, model, tokenizer, problems, problems, rewards={"noted": noted},
-        rollout=lambda _: rollout,
+    folder = trainer_of(
+        config, model, tokenizer, rewards={"noted": noted}, rollout=lambda _: rollout,
+        problems=(problems, problems),
     ).train()  # fmt: skip
     assert seen == {(written, whole, len(written))}
     (row,) = rows_of(folder)
@@ -68,7 +68,7 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, written, paid, tiny_mo
     assert {(row["sampled"], row["correct"]) for row in rows[0]} == {(written, paid > 0)}
 
 
-def test_a_rollout_may_ask_for_the_problems(tiny_model, tmp_path):
+def test_a_rollout_may_ask_for_the_problems(make):
     """Runs the class that the page shows; problems that it changes are its copies."""
     page, there = (ROOT / "docs" / "training.md").read_text().split("## Turns and tools\n")[1], {}
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], there)
@@ -79,9 +79,8 @@ def test_a_rollout_may_ask_for_the_problems(tiny_model, tmp_path):
             problems[0]["facts"] = "changed"
             return done
 
-    config = config_of(tiny_model, tmp_path, max_completion_length=12, steps=1)
     problems = [{"prompt": f"{i}?", "facts": f"<{i}>."} for i in range(4)]
-    trainer, seen = Trainer(config, *load_model(config), problems, rewards={"noise": noise}), []
+    trainer, seen = make(max_completion_length=12, steps=1, problems=(problems, ())), []
     trainer.rollout = Changing(trainer.rollout, trainer.tokenizer)
     trainer.train(lambda row, samples: seen.append(samples))
     (samples,) = seen

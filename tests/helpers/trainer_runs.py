@@ -78,16 +78,19 @@ def config_of(model, tmp_path, name="t", **options):
     return TrainingConfig(**{**defaults, **options})
 
 
-def trainer_of(config, *loaded, **options):
-    """A trainer of the model and tokenizer that the config names, or of others."""
-    train, held_out = load_problems(config)
+def trainer_of(config, *loaded, problems=None, **options):
+    """A trainer of the model, tokenizer and problems that the config names, or of others."""
+    train, held_out = load_problems(config) if problems is None else problems
     options = {"rewards": {"noise": noise}, **options}
     return Trainer(config, *(loaded or load_model(config)), train, held_out, **options)
 
 
 def trainer_with(model, tmp_path, /, *loaded, **options):
-    """A trainer from options of its config; functions and dicts of them are the trainer's."""
-    names = [n for n in ("rewards", "rollout", "is_correct") if n in options]
+    """A trainer from options of its config, and from what is the trainer's alone.
+
+    That are a rollout that is no name, a dict of rewards, `is_correct` and `problems`.
+    """
+    names = [n for n in ("rewards", "rollout", "is_correct", "problems") if n in options]
     own = {n: options.pop(n) for n in names if not isinstance(options[n], (str, list))}
     config = config_of(options.pop("model", model), tmp_path, **options)
     return trainer_of(config, *loaded, **own)
