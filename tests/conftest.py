@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -148,12 +149,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def make(tiny_model: Path, tmp_path: Path):
+    """Makes a trainer of the tiny model in a folder of the test: `make(name="a", steps=1)`."""
+    from tests.helpers.trainer_runs import trainer_with
+
+    return partial(trainer_with, tiny_model, tmp_path)
+
+
 @pytest.fixture(scope="session")
 def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
     """The rows and the weights of a run of `STEPS` without a fault."""
-    from tests.helpers.trainer_runs import STEPS, config_of, no_curves, rows_of, run, weights_of
+    from tests.helpers.trainer_runs import STEPS, no_curves, rows_of, trainer_with, weights_of
 
-    config = config_of(tiny_model, tmp_path_factory.mktemp("undisturbed"), **STEPS)
+    trainer = trainer_with(tiny_model, tmp_path_factory.mktemp("undisturbed"), **STEPS)
     with no_curves():
-        weights = weights_of(run(config))
-    return rows_of(config.folder), weights
+        return rows_of(trainer.train()), weights_of(trainer)

@@ -52,14 +52,6 @@ def test_number_of(text, expected):
     assert answers.number_of(text) == expected
 
 
-@pytest.fixture
-def compared(monkeypatch):
-    """The pairs that math-verify is asked for, none of which it finds equal."""
-    pairs = []
-    monkeypatch.setattr(answers, "same_expression", lambda *pair: pairs.append(pair) or False)
-    return pairs
-
-
 @pytest.mark.parametrize(
     ("answer", "right", "same"),
     (
@@ -77,9 +69,9 @@ def compared(monkeypatch):
         ("x" * 200, "x" * 200, True), ("x" * 200, "y", False), ("y", "x" * 200, False),
     ),
 )  # fmt: skip
-def test_numbers_and_texts_are_compared_exactly(answer, right, same, compared):
+def test_numbers_and_texts_are_compared_exactly(answer, right, same, monkeypatch):
+    monkeypatch.setattr(answers, "same_expression", None)  # is not called
     assert answers.same_answer(answer, right) is same
-    assert compared == []
 
 
 @pytest.mark.parametrize(
@@ -108,28 +100,25 @@ HARD = r"\binom{10^9}{5\cdot 10^8}"
 
 @pytest.fixture
 def worker():
-    found = MathVerify(0.3)
-    yield found
-    found.close()
+    worker = MathVerify(0.3)
+    yield worker
+    worker.close()
 
 
-def in_thread(work):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(work()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-@pytest.mark.parametrize("where", (lambda work: work(), in_thread))
-def test_a_comparison_without_an_end_is_counted(where, worker):
+@pytest.mark.parametrize("in_thread", (False, True))
+def test_a_comparison_without_an_end_is_counted(in_thread, worker):
     def work():
         pairs = ((r"\frac{3}{4}", r"\dfrac{6}{8}"), (HARD, "7"), ("2x", "x+x"))
-        return [worker.equal(*pair) for pair in pairs]
+        replies.append([worker.equal(*pair) for pair in pairs])
 
-    assert where(work) == [True, False, True] and worker.timed_out == 1
-    # The next one is known to have no end, and counts all the same.
-    assert where(work) == [True, False, True] and worker.timed_out == 2
+    # The second one is known to have no end, and counts all the same.
+    for count in (1, 2):
+        replies = []
+        thread = threading.Thread(target=work)
+        thread.start() if in_thread else work()
+        if in_thread:
+            thread.join()
+        assert replies == [[True, False, True]] and worker.timed_out == count
 
 
 @pytest.mark.parametrize("before", (signal.SIG_IGN, signal.SIG_DFL))
@@ -147,7 +136,8 @@ def test_signals_of_the_caller_change_nothing(before, worker):
         signal.signal(signal.SIGPROF, handler)
 
 
-def test_a_caller_that_is_interrupted_gets_no_reply_of_before(worker, monkeypatch):
+def test_a_worker_that_was_interrupted_or_killed_is_replaced(worker, monkeypatch):
+    """A caller that was interrupted gets no reply of before; the worker ends with its parent."""
     assert worker.equal("x+1", "1+x")
     exchange = expressions._exchange
 
@@ -158,18 +148,17 @@ def test_a_caller_that_is_interrupted_gets_no_reply_of_before(worker, monkeypatc
         process.stdin.flush()
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(expressions, "_exchange", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            worker.equal("x+2", "2+x")
+        worker.equal("x+2", "2+x")
     assert not worker.equal("x", "y") and worker.equal("2x", "x+x") and worker.timed_out == 0
-
-
-def test_a_worker_that_was_killed_is_replaced(worker):
-    assert worker.equal("x+1", "1+x")
     os.kill(worker._process.pid, signal.SIGKILL)
     assert not worker.equal("x+2", "2+x") and worker.timed_out == 1
     assert worker.equal("x+2", "2+x")
+    process, worker._process = worker._process, None
+    process.stdin.close()  # as the end of a process closes it
+    assert process.wait(timeout=10) == 0
+    process.stdout.close()
 
 
 def test_a_forked_process_asks_a_worker_of_its_own():
@@ -185,15 +174,6 @@ def test_a_forked_process_asks_a_worker_of_its_own():
     assert os.read(reader, 9) == b"yes"
     os.waitpid(child, 0)
     assert expressions._math_verify().equal("2y", "y+y")
-
-
-def test_a_worker_ends_with_its_parent(worker):
-    assert worker.equal("x+1", "1+x")
-    process = worker._process
-    process.stdin.close()  # as the end of a process closes it
-    assert process.wait(timeout=10) == 0
-    process.stdout.close()
-    worker._process = None
 
 
 def test_without_math_verify_numbers_are_compared(monkeypatch, worker):

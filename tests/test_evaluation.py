@@ -2,17 +2,16 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy
 import pytest
 
-from grpo_kernels.training import Trainer, TrainingConfig, evaluate, logs
+from grpo_kernels.training import TrainingConfig, evaluate, logs
 from grpo_kernels.training.evaluate import accuracy_of, wilson_interval
 from grpo_kernels.training.observers import Observer
 from grpo_kernels.training.watch import WINDOW, Watch
 from tests.helpers.tiny_models import make_model, make_tokenizer
-from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
+from tests.helpers.trainer_runs import rows_of, trainer_with
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -42,9 +41,11 @@ def test_accuracy_by_groups():
             assert part.low < part.accuracy < part.high
     assert "held_out: new 50.0%, seen 50.0%; level: 1 50.0%, 2 50.0%, 3 50.0%" in str(found)
     assert found.summary(3)["by"]["level"]["2"]["problems"] == 10
-    # One value tells nothing apart.
+    # One value tells nothing apart; nor is there a word of comparisons that all had a result.
     assert accuracy_of([answer(True, level=1)] * 3).parts == {}
-    assert "by" not in accuracy_of([answer(True)]).summary(0)
+    assert not {"by", "timed_out"} & accuracy_of([answer(True)]).summary(0).keys()
+    late = accuracy_of([answer(False)] * 2, late=2)
+    assert late.summary(1)["timed_out"] == 2 and "2 comparisons had no result" in str(late)
 
 
 def test_several_samples():
@@ -66,24 +67,18 @@ def test_several_samples():
     assert [part.summary(0)["problems"] for part in parts["level"].values()] == [1, 1]
 
 
-def test_comparisons_that_ran_out_of_time_are_told():
-    found = accuracy_of([answer(False)] * 2, late=2)
-    assert found.summary(1)["timed_out"] == 2 and "2 comparisons had no result" in str(found)
-    assert "timed_out" not in accuracy_of([answer(False)]).summary(1)
-
-
 LEVELS = {"dataset": "examples.word_problems:all_levels", "eval_size": 6, "max_prompt_length": 1000}
 
 
 @pytest.fixture(scope="module")
 def trained(tiny_model, tmp_path_factory):
     options = {"rewards": ["answer", "format"], "train_size": 40, "save_model": True}
-    config = config_of(tiny_model, tmp_path_factory.mktemp("runs"), **LEVELS, **options)
-    return trainer_of(replace(config, eval_every=1)).train()
+    folder = tmp_path_factory.mktemp("runs")
+    return trainer_with(tiny_model, folder, eval_every=1, **LEVELS, **options).train()
 
 
 def test_a_run_reports_by_groups(trained):
-    rows = [json.loads(line) for line in (trained / "evaluations.jsonl").open()]
+    rows = logs.read(trained / "evaluations.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows:
         assert set(row["by"]) == {"held_out", "level"} and set(row["by"]["level"]) == set("123")
@@ -95,54 +90,50 @@ def test_a_run_reports_by_groups(trained):
 def test_the_command(trained, tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}", "answer": i}) + "\n" for i in range(7)))
-    flags = {"model": trained / "model", "num_generations": 4, "max_completion_length": 6}
+    flags = {"model": trained / "model", "num_generations": 4, "max_completion_length": 6,
+             "output": tmp_path / "evaluation"}  # fmt: skip
     found = []
-    for given in (LEVELS, LEVELS, {"dataset": path}):  # each gets a folder of its own
-        options = {**flags, **given, "output": tmp_path / "evaluation"}
-        evaluate.main([f"--{name}={value}" for name, value in options.items()])
-        folder = tmp_path / ("evaluation" + (f"-{len(found) + 1}" if found else ""))
-        found.append([json.loads(line) for line in (folder / "answers.jsonl").open()])
-    told = capsys.readouterr().out
-    assert told.count("held-out accuracy") == 6 and told.count(", 4 samples per problem") == 3
+    for name, options in (
+        ("evaluation", LEVELS), ("evaluation-2", LEVELS), ("evaluation-3", {"dataset": path}),
+    ):  # fmt: skip
+        evaluate.main([f"--{name}={value}" for name, value in {**flags, **options}.items()])
+        found.append(logs.read(tmp_path / name / "answers.jsonl"))
+    printed = capsys.readouterr().out
+    assert printed.count("held-out accuracy") == 6
+    assert printed.count(", 4 samples per problem") == 3
     assert found[0] == found[1]
     assert len(found[0]) == 6 + 24 and sum("sample" in a for a in found[0]) == 24
-    (row,) = [json.loads(x) for x in (tmp_path / "evaluation" / "evaluations.jsonl").open()]
+    (row,) = logs.read(tmp_path / "evaluation" / "evaluations.jsonl")
     assert row["samples"].keys() == {"count", "accuracy", "low", "high", "reward", "problems"}
     assert (row["samples"]["count"], row["samples"]["problems"]) == (4, 6)
     assert "4 samples each" in (tmp_path / "evaluation" / "report.html").read_text()
     # A file is answered whole.
-    assert "All 7 problems of" in told
+    assert "All 7 problems of" in printed
     assert [a["answer"] for a in found[2] if "sample" not in a] == [str(i) for i in range(7)]
-
-
-RUN = """
-model: of-the-run
-dataset: {folder}/train.jsonl
-eval_dataset: {folder}/test.jsonl
-eval_every: 10
-lora_rank: 32
-lora_alpha: 64
-gradient_checkpointing: true
-resume: true
-output: {folder}/of-the-run
-num_generations: 2
-max_completion_length: 3
-"""
 
 
 def test_the_file_of_a_run_is_evaluated(trained, tmp_path, capsys):
     """Evaluates as the run would: on its held-out dataset, with the model's adapters merged."""
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": 1}))
-    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
-    (tmp_path / "of-the-run").mkdir()  # which is not touched
+    folder, options = tmp_path / "run", {
+        "model": "of-the-run", "dataset": f"{tmp_path}/train.jsonl", "eval_every": 10,
+        "eval_dataset": f"{tmp_path}/test.jsonl", "output": f"{tmp_path}/run", "resume": True,
+        "lora_rank": 32, "lora_alpha": 64, "gradient_checkpointing": True, "num_generations": 2,
+        "max_completion_length": 3,
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(json.dumps(options))
+    folder.mkdir()  # which is not touched
     evaluate.main([str(tmp_path / "run.yaml"), "--model", str(trained / "model")])
-    assert "All 1 problems of" in capsys.readouterr().out
-    answers = [json.loads(x) for x in (tmp_path / "of-the-run-2" / "answers.jsonl").open()]
+    assert "All 1 problems of" in capsys.readouterr().out and not list(folder.iterdir())
+    answers = logs.read(tmp_path / "run-2" / "answers.jsonl")
     assert [a["prompt"] for a in answers] == ["test"] * 3
-    assert not list((tmp_path / "of-the-run").iterdir())
-    used = json.loads((tmp_path / "of-the-run-2" / "config.json").read_text())
+    used = json.loads((tmp_path / "run-2" / "config.json").read_text())
     assert used["lora_rank"] == 0 and used["gradient_checkpointing"] is False
+    row = {"prompt": "a", "answer": 1, "rewards": "breif"}
+    (tmp_path / "test.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=r"the column `rewards` of .*test.jsonl\[0\] is"):
+        evaluate.main([str(tmp_path / "run.yaml"), "--model", str(trained / "model")])
 
 
 PARTS = (
@@ -151,7 +142,7 @@ PARTS = (
 )
 
 
-def test_prompts_in_parts_and_numbers_of_numpy(tmp_path):
+def test_prompts_in_parts_and_numbers_of_numpy(make):
     """Are shown, written and counted as text and numbers are, whatever an observer does to them."""
 
     class Changes(Observer):
@@ -159,9 +150,6 @@ def test_prompts_in_parts_and_numbers_of_numpy(tmp_path):
             for row in evaluation.answers:
                 row["prompt"][0]["content"].clear()
 
-    model, tokenizer = make_model("llama"), make_tokenizer()
-    tokenizer.chat_template = PARTS
-    config = config_of("m", tmp_path, steps=1, num_generations=2, prompts_per_step=2, show_every=1)
     problems = [
         {"prompt": [{"role": "user", "content": [{"type": "text", "text": text}]}], "answer": "1",
          "level": level}
@@ -172,8 +160,13 @@ def test_prompts_in_parts_and_numbers_of_numpy(tmp_path):
         return [float(i % 2) if chat[0]["content"][0]["text"] == "two" else None
                 for i, chat in enumerate(prompts)]  # fmt: skip
 
-    trainer = Trainer(config, model, tokenizer, problems, problems, rewards={"noise": some})
-    trainer.run.observers.append(Changes(config))
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    tokenizer.chat_template = PARTS
+    trainer = make(
+        model, tokenizer, steps=1, num_generations=2, prompts_per_step=2, show_every=1,
+        rewards={"noise": some}, problems=(problems, problems),
+    )  # fmt: skip
+    trainer.run.observers.append(Changes(trainer.config))
     folder = trainer.train()
     assert [p["prompt"][0]["content"][0]["text"] for p in problems] == ["one and one", "two"]
     (row,) = rows_of(folder)
@@ -183,10 +176,9 @@ def test_prompts_in_parts_and_numbers_of_numpy(tmp_path):
     assert "<td>one and one</td>" in page and "not scored" in page and "<td>1.00</td>" in page
 
 
-def test_evaluations_have_a_length_and_a_temperature_of_their_own(tiny_model, tmp_path):
-    options = {"eval_max_completion_length": 9, "max_completion_length": 4, "eval_size": 6}
-    config = config_of(tiny_model, tmp_path, steps=1, eval_temperature=0.7, **options)
-    trainer, asked = trainer_of(config), []
+def test_evaluations_have_a_length_and_a_temperature_of_their_own(make):
+    options = {"eval_max_completion_length": 9, "eval_temperature": 0.7, "eval_size": 6}
+    trainer, asked = make(max_completion_length=4, steps=1, **options), []
     own = trainer.rollout
 
     def rollout(prompts, count, sampling):
@@ -194,24 +186,19 @@ def test_evaluations_have_a_length_and_a_temperature_of_their_own(tiny_model, tm
         return own(prompts, count, sampling)
 
     trainer.rollout = rollout
-    folder = trainer.train()
+    answers = logs.read(trainer.train() / "answers.jsonl")
     assert asked == [(9, 0.7), (4, 1.0), (9, 0.7)]
-    answers = [json.loads(x) for x in (folder / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 12 and all("answered" in row for row in answers)
 
 
 # Warnings
 
 
-def row_of(step, **values):
-    return {
-        "step": step, "reward": 0.5, "grad_norm": 1.0, "groups_equal": 0.0, "truncated": 0.0,
-        "entropy": 2.0, **values,
-    }  # fmt: skip
+ROW = {"reward": 0.5, "grad_norm": 1.0, "groups_equal": 0.0, "truncated": 0.0, "entropy": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     (
         ({"groups_equal": 1.0}, "every group had equal rewards"),
         ({"truncated": 1.0}, "every completion was cut at max_completion_length = 256"),
@@ -223,10 +210,11 @@ def row_of(step, **values):
         ({}, None),
     ),
 )
-def test_warnings_name_the_cause(values, told):
+def test_warnings_name_the_cause(values, message):
     watch = Watch(TrainingConfig(model="m"))
-    assert watch.after_step(row_of(0)) == []
-    warnings = [w for i in range(1, WINDOW + 1) for w in watch.after_step(row_of(i, **values))]
+    assert watch.after_step({"step": 0, **ROW}) == []
+    rows = [{"step": i, **ROW, **values} for i in range(1, WINDOW + 1)]
+    warnings = [warning for row in rows for warning in watch.after_step(row)]
     # The same again only after a while; but an update left out is always told.
-    assert len(warnings) == (0 if told is None else WINDOW if "gradient" in told else 1)
-    assert told is None or told in warnings[0]
+    assert len(warnings) == (0 if message is None else WINDOW if "gradient" in message else 1)
+    assert message is None or message in warnings[0]

@@ -1,12 +1,12 @@
 """Faults of what a run is given: reward functions, rollouts, gradients, checkpoints, folders."""
 
-import contextlib
 import json
 import math
 import os
 import resource
 import signal
 import sys
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +17,12 @@ from accelerate import Accelerator
 from tokenizers import normalizers
 
 from grpo_kernels.head.lm_head import Support
-from grpo_kernels.training import (
-    Completion,
-    checkpoint,
-    load_model,
-    logs,
-    samples,
-)
+from grpo_kernels.training import Completion, checkpoint, load_model, logs, samples
 from grpo_kernels.training.interruptions import BadUpdates, Preempted, StepError
+from grpo_kernels.training.loading import set_trainable
 from grpo_kernels.training.rewards import RewardError, RewardFunction, reward_table
 from grpo_kernels.training.rollout import RolloutError
-from tests.helpers.tiny_models import make_model
+from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import (
     STEPS,
     FakeRollout,
@@ -35,15 +30,18 @@ from tests.helpers.trainer_runs import (
     config_of,
     noise,
     rows_of,
-    run,
-    same_trainer_of,
-    trainer_of,
+    trainer_with,
     weights_of,
 )
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
-# Rewards
+
+def steps_of(path):
+    return [row["step"] for row in logs.read(path)]
+
+
+# Rewards and rollouts that fail
 
 
 @pytest.mark.parametrize(
@@ -61,46 +59,52 @@ def test_rewards_that_are_none(function, error):
         reward_table([RewardFunction("it", "it", function)], [{"prompt": "p"}] * 3, ["a", "b", "c"])
 
 
-@pytest.mark.parametrize("error", (ConnectionError, ImportError))
+FAILING = ("reward function noise", "is_correct", "rollout", "rollout's weights")
+
+
 @pytest.mark.parametrize(
-    "who", ("reward function noise", "is_correct", "rollout", "rollout's weights")
+    ("who", "error", "message"),
+    (
+        *((who, ConnectionError("it is gone"), "ConnectionError: it is gone") for who in FAILING),
+        *((who, ImportError("it is gone"), "ImportError: it is gone") for who in FAILING),
+        ("policy", torch.OutOfMemoryError("CUDA"), "while sampling 16 completions: lower prompts"),
+        ("log-probs", None, "is_correction='token_truncate' needs log-probs"),
+    ),
+    ids=lambda x: type(x).__name__ if isinstance(x, Exception) else None,
 )
-def test_who_fails_is_told_and_leaves_a_checkpoint(who, error, tiny_model, tmp_path):
+def test_who_fails_is_told_and_leaves_a_checkpoint(who, error, message, make):
     def failing(name, work):
         def done(*args, **options):
             if name == who and trainer.run.step == 2:
-                raise error("it is gone")
+                raise error
             return work(*args, **options)
 
         return done
 
-    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
-    judge = failing("is_correct", lambda text, answer: True)
-    rewards = {"noise": failing("reward function noise", noise)}
-    trainer = same_trainer_of(config, rewards=rewards, is_correct=judge)
-    trainer.rollout = rollout = failing("rollout", trainer.rollout)
-    rollout.update_weights = failing("rollout's weights", lambda: None)
-    named = who.partition("'")[0]
-    with pytest.raises(StepError, match=f"{named}: {error.__name__}: it is gone"):
-        trainer.train()
-    assert checkpoint.latest(config.folder).name == "step-000001"
-
-
-def test_log_probs_that_are_missing_leave_a_checkpoint(tiny_model, tmp_path):
-    class Some(FakeRollout):
+    class Scored(FakeRollout):
         def __call__(self, *args):
-            self.logps = -5.0 if trainer.run.step < 2 else None
+            self.logps = None if who == "log-probs" and trainer.run.step == 2 else -5.0
             return super().__call__(*args)
 
-    options = {"save_every": 0, "is_correction": "token_truncate", "is_clip_max": 2.0}
-    config = config_of(tiny_model, tmp_path, **STEPS | options)
-    trainer = trainer_of(config, rollout=lambda _: Some((6, 3), logps=-5.0))
-    with pytest.raises(StepError, match="is_correction='token_truncate' needs log-probs"):
+    options = {
+        "log-probs": {"is_correction": "token_truncate", "rollout": lambda _: Scored()},
+        "policy": {"rollout": "generate"},
+    }  # fmt: skip
+    trainer = make(
+        rewards={"noise": failing("reward function noise", noise)},
+        is_correct=failing("is_correct", lambda text, answer: True),
+        **STEPS | {"save_every": 0} | options.get(who, {}),
+    )
+    trainer.policy.forward = failing("policy", trainer.policy.forward)
+    trainer.rollout = rollout = failing("rollout", trainer.rollout)
+    rollout.update_weights = failing("rollout's weights", lambda: None)
+    named = "" if who in options else who.partition("'")[0]
+    with pytest.raises(StepError, match=f"{named}.*{message}"):
         trainer.train()
-    assert checkpoint.latest(config.folder).name == "step-000001"
+    assert checkpoint.latest(trainer.config.folder).name == "step-000001"
 
 
-def test_an_evaluation_that_failed_is_made_up_for_once(tiny_model, tmp_path):
+def test_an_evaluation_that_failed_is_made_up_for_once(make):
     """The run that goes on makes up for it, whatever it meets then."""
     calls = []
 
@@ -113,25 +117,25 @@ def test_an_evaluation_that_failed_is_made_up_for_once(tiny_model, tmp_path):
         return noise(prompts, completions)
 
     options = STEPS | {"eval_size": 2, "eval_every": 1, "resume": True}
-    config = config_of(tiny_model, tmp_path, **options)
     for error in (RewardError, Preempted, None):
-        with pytest.raises(error) if error else contextlib.nullcontext():
-            run(config, rewards={"noise": faulty})
-    assert [row["step"] for row in logs.read(config.folder / "evaluations.jsonl")] == [0, 1, 2, 3]
-    assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
+        trainer = make(rewards={"noise": faulty}, **options)
+        with pytest.raises(error) if error else nullcontext():
+            trainer.train()
+    assert steps_of(trainer.config.folder / "evaluations.jsonl") == [0, 1, 2, 3]
+    assert steps_of(trainer.config.folder / "metrics.jsonl") == [1, 2, 3]
 
 
-# Rollouts
-
-
-def kept(ids, offsets):
-    return {"support": Support(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets))}
+# Completions
 
 
 @pytest.fixture(scope="module")
 def sampler(tiny_model, tmp_path_factory):
-    trainer = trainer_of(config_of(tiny_model, tmp_path_factory.mktemp("runs")))
+    trainer = trainer_with(tiny_model, tmp_path_factory.mktemp("runs"))
     return trainer.sampler, trainer.train_problems[:1]
+
+
+def support(ids, offsets):
+    return {"support": Support(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets))}
 
 
 @pytest.mark.parametrize(
@@ -143,24 +147,21 @@ def sampler(tiny_model, tmp_path_factory):
         ({"token_ids": [10**6] * 2}, r"\.token_ids: expected ints from 0 to 256; got 1000000"),
         ({"token_ids": [5.0] * 2}, r"\.token_ids: expected ints from 0 to 256; got 5\.0"),
         ({"token_ids": [True] * 2}, r"\.token_ids: expected ints from 0 to 256; got True"),
-        (
-            {"token_ids": [5] * 7},
-            r"\.token_ids: expected at most max_completion_length = 6 tokens, .* 7$",
-        ),
+        ({"token_ids": [5] * 7}, r"\.token_ids: .* at most max_completion_length = 6 tokens, .*7$"),
         ({"logps": [-1.0, math.nan]}, r"\.logps: expected 2 finite numbers, .*; got \[nan\], 2"),
         ({"logps": [-1.0, None]}, r"\.logps: expected 2 finite numbers, .*; got \[None\], 2"),
         ({"logps": [True, -1.0]}, r"\.logps: expected 2 finite numbers, .*; got \[True\], 2"),
+        ({"logps": [-1.0]}, r"\.logps: expected 2 finite numbers, .*; got \[-1.0\], 1"),
         ({"sampled": [True]}, r"\.sampled: expected 2 bools, .*; got \[True\], 1"),
         ({"sampled": [False] * 2}, r"\.sampled: expected 2 bools, .* at least one True"),
         ({"sampled": [1] * 2}, r"\.sampled: expected 2 bools, .*; got \[1, 1\]"),
-        ({"logps": [-1.0]}, r"\.logps: expected 2 finite numbers, .*; got \[-1.0\], 1"),
         ({"ce_weights": [1.0]}, r"\.ce_weights: expected 2 finite numbers, .*; got \[1.0"),
         ({"support": Support([1], [0])}, r"\.support\.token_ids: expected a tensor; got list"),
-        (kept([[1]], [0, 1, 1]), r"\.support\.token_ids: expected shape \[K\]; got \[1, 1\]"),
-        (kept([5, 6], [0, 2]), r"\.support\.offsets: expected shape \[3\]; got \[2\]"),
-        (kept([5, 6], [0, 1, 3]), r"\.offsets: .* the number of token_ids = 2; got 0 to 3"),
-        (kept([5, 6], [0, 3, 2]), r"\.offsets: .*never to decrease"),
-        (kept([5, 6], [1, 1, 2]), r"\.offsets: expected to start at 0"),
+        (support([[1]], [0, 1, 1]), r"\.support\.token_ids: expected shape \[K\]; got \[1, 1\]"),
+        (support([5, 6], [0, 2]), r"\.support\.offsets: expected shape \[3\]; got \[2\]"),
+        (support([5, 6], [0, 1, 3]), r"\.offsets: .* the number of token_ids = 2; got 0 to 3"),
+        (support([5, 6], [0, 3, 2]), r"\.offsets: .*never to decrease"),
+        (support([5, 6], [1, 1, 2]), r"\.offsets: expected to start at 0"),
     ),
 )
 def test_what_is_no_completion_is_refused(change, message, sampler):
@@ -176,21 +177,18 @@ def test_numbers_of_any_kind_are_taken(sampler):
     sampler, problems = sampler
     logps = [-1, numpy.float32(-1.5), torch.tensor(-2.0), -3.0]
     weights = [0, numpy.float64(0.5), torch.tensor(1.0), -0.0]
-    ids = [5, numpy.int64(6), torch.tensor(7), 8]
-    one = Completion(ids, True, logps, ce_weights=weights)
+    one = Completion([5, numpy.int64(6), torch.tensor(7), 8], True, logps, ce_weights=weights)
     sampler.rollout = lambda *_: [one]
     assert sampler(problems, 1, 1.0) == [one]
-    logps, weights = (samples.per_token([x], torch.ones(1, 4)) for x in (one.logps, one.ce_weights))
-    assert logps.tolist() == [[-1.0, -1.5, -2.0, -3.0]]
-    assert weights.tolist() == [[0.0, 0.5, 1.0, 0.0]]
+    for values, expected in ((one.logps, [-1.0, -1.5, -2.0, -3.0]), (weights, [0, 0.5, 1, 0])):
+        assert samples.per_token([values], torch.ones(1, 4)).tolist() == [expected]
 
 
 # Gradients
 
 
-def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path, capsys):
-    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9})
-    trainer = same_trainer_of(config)
+def test_updates_without_a_finite_gradient_end_the_run(make, capsys):
+    trainer = make(**STEPS | {"steps": 9})
     clip, weights = trainer.accelerator.clip_grad_norm_, []
 
     def broken(parameters, most):
@@ -204,7 +202,7 @@ def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path, cap
     with pytest.raises(BadUpdates, match=r"10 updates in a row .* checkpoint: .*step-000002"):
         trainer.train()
     assert len(weights) == 14  # two, one, one, and ten in a row
-    bad = [row.get("bad_updates") for row in rows_of(config.folder)]
+    bad = [row.get("bad_updates") for row in rows_of(trainer.config.folder)]
     assert bad == [None, None, 2, 4, 6, 8]
     assert "the update was skipped" in capsys.readouterr().out
     for earlier, later in ((2, 3), (4, 13)):  # between them all were left out
@@ -212,9 +210,9 @@ def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path, cap
     assert not torch.equal(*(next(iter(weights[i].values())) for i in (3, 4)))
 
 
-def test_weights_that_are_nan_end_the_run(tiny_model, tmp_path):
+def test_weights_that_are_nan_end_the_run(make):
     """No update is made of them, and the checkpoint before them is named."""
-    trainer = same_trainer_of(config_of(tiny_model, tmp_path, **STEPS | {"steps": 9}))
+    trainer = make(**STEPS | {"steps": 9})
 
     def spoil(row, _):
         if row["step"] == 2:
@@ -236,195 +234,169 @@ class Opens:
         return open, (str(self.path), "w")
 
 
-def test_a_foreign_checkpoint_runs_no_code(tiny_model, tmp_path):
+def test_a_foreign_checkpoint_runs_no_code(make, tmp_path):
     """A file that a pickle would open is not opened."""
-    config = config_of(
-        tiny_model, tmp_path, **STEPS | {"steps": 1, "beta": 0.1, "sync_ref_every": 1}
-    )
-    run(config)
-    last, made = checkpoint.latest(config.folder), tmp_path / "made"
+    options = STEPS | {"steps": 1, "beta": 0.1, "sync_ref_every": 1}
+    last, made = checkpoint.latest(make(**options).train()), tmp_path / "made"
     names = {path.name for path in last.iterdir()} - {"state.json"}
     assert names == {"trained.pt", "reference.pt", "optimizer.bin", "random_states_0.pkl"}
     for name in names:
         own = (last / name).read_bytes()
         torch.save({"model": Opens(made)}, last / name)
-        with contextlib.suppress(Exception):
-            run(replace(config, resume=True))
+        with suppress(Exception):
+            make(resume=True, **options).train()
         assert not made.exists(), name
         (last / name).write_bytes(own)
 
 
-def test_what_is_half_written_or_half_deleted_is_no_checkpoint(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, save_every=1, trainable=r"layers\.1\.")
-    left = config.folder / "checkpoints" / ".step-000000.gone"
+def test_what_is_half_written_or_half_deleted_is_no_checkpoint(make):
+    trainer = make(save_every=1, trainable=r"layers\.1\.")
+    folder = trainer.config.folder
+    left = folder / "checkpoints" / ".step-000000.gone"
     left.mkdir(parents=True)
-    whole = checkpoint.latest(trainer_of(config).train())
+    whole = checkpoint.latest(trainer.train())
     assert whole.name == "step-000002" and not left.exists()
     for name in ("step-000009", ".step-000010.tmp"):
         (whole.parent / name).mkdir()
-    assert checkpoint.latest(config.folder) == whole
+    assert checkpoint.latest(folder) == whole
     whole.rename(whole.with_name(f".{whole.name}.before"))  # a kill while it was replaced
-    assert checkpoint.latest(config.folder) == whole and whole.exists()
+    assert checkpoint.latest(folder) == whole and whole.exists()
     # Frozen weights are in none.
     saved = torch.load(whole / "trained.pt", weights_only=True)
     assert saved and all("layers.1." in name for name in saved)
-    assert not list(config.folder.rglob("model.safetensors"))
+    assert not list(folder.rglob("model.safetensors"))
 
 
-def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path, capsys):
-    config = config_of(tiny_model, tmp_path)
-    trainer_of(config).train()
-    for begin in (trainer_of, lambda config: load_model(replace(config, model="not there"))):
-        with pytest.raises(FileExistsError, match=r"output: .*/t has a run already"):
-            begin(config)
-    assert config.in_new_folder().folder == tmp_path / "t-2"
-    before = (config.folder / "config.json").read_text()
+HAS_ONE = r"output: .*/t has a run already"
+
+
+def test_a_run_is_not_replaced_and_not_mixed(make, capsys):
+    config = make().config
+    folder = make().train()
+    for begin in (make, lambda: load_model(replace(config, model="not there"))):
+        with pytest.raises(FileExistsError, match=HAS_ONE):
+            begin()
+    assert config.in_new_folder().folder == folder.with_name("t-2")
+    before = (folder / "config.json").read_text()
     changed = replace(config, resume=True, trainable="layers", model="not there")
     with pytest.raises(ValueError, match=r"model: was .*; trainable: was None, is 'layers'"):
         load_model(changed)
-    assert (config.folder / "config.json").read_text() == before
-    state = checkpoint.latest(config.folder) / "state.json"
+    assert (folder / "config.json").read_text() == before
+    state = checkpoint.latest(folder) / "state.json"
     known = json.loads(state.read_text())
     known["config"]["precision"] = "no"  # an option that is gone
     state.write_text(json.dumps(known))
-    trainer_of(replace(config, resume=True, steps=3)).train()
-    assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
+    make(resume=True, steps=3).train()
+    assert steps_of(folder / "metrics.jsonl") == [1, 2, 3]
     assert "no longer exist are left out: precision='no'" in capsys.readouterr().out
-    config = replace(config, steps=3, schedule="linear")
+
+
+@pytest.mark.parametrize("trained", ({"save_model": True}, {"steps": 1}), ids=str)
+def test_a_run_without_checkpoints_is_not_replaced(trained, make):
+    folder = make(save_every=-1, **trained).train()
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(FileExistsError, match=HAS_ONE):
+        make(save_every=-1, **trained)
+    if "save_model" in trained:
+        with pytest.raises(FileExistsError, match=r"resume: the run in .* is finished"):
+            make(save_every=-1, resume=True, **trained)
+        assert sorted(folder.rglob("*")) == before
+    else:  # it may have been killed before its first checkpoint
+        make(save_every=-1, resume=True, **trained).train()
+        assert len(rows_of(folder)) == 1
+
+
+CHANGED = "differ from the checkpoint's: "
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({}, None),  # those that the checkpoint does not know were at their defaults
+        ({"min_p": 0.1}, f"{CHANGED}min_p: was 0.0, is 0.1"),
+        ({"loss_options": {"epsilon": 0.1}}, f"{CHANGED}loss_options: was .*, is .*'epsilon': 0.1"),
+        ({"chat": True}, f"{CHANGED}chat: was False, is True"),
+        ({"schedule": "linear"}, f"{CHANGED}schedule: was 'constant', is 'linear'"),
+        ({"steps": 4}, None),
+    ),
+)
+def test_a_run_goes_on_with_the_options_of_its_checkpoint(options, message):
+    config = config_of("m", "runs")
+    before = config.as_json() | {"an_option_that_is_gone": 1}
+    for name in ("loss_options", "min_p", "trackers", "chat"):
+        del before[name]
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        checkpoint.check_options({"config": before}, replace(config, **options))
+
+
+def test_a_schedule_and_the_number_of_processes_stay():
+    config = config_of("m", "runs", schedule="linear")
     state = {"config": config.as_json(), "processes": 1, "fingerprint": {}}
-    checkpoint.check_options(state, config)
-    with pytest.raises(ValueError, match="steps: expected 3 as before, because schedule='linear'"):
+    with pytest.raises(ValueError, match="steps: expected 2 as before, because schedule='linear'"):
         checkpoint.check_options(state, replace(config, steps=4))
     with pytest.raises(ValueError, match=r"resume: expected as many .*, 1; got 2"):
         checkpoint.check_same(state, 2, {})
 
 
-@pytest.mark.parametrize("trained", ({"save_model": True}, {"steps": 1}))
-def test_a_run_without_checkpoints_is_not_replaced(trained, tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, save_every=-1, **trained)
-    before = sorted(trainer_of(config).train().rglob("*"))
-    with pytest.raises(FileExistsError, match=r"output: .*/t has a run already"):
-        trainer_of(config)
-    again = replace(config, resume=True)
-    if config.save_model:
-        with pytest.raises(FileExistsError, match=r"resume: the run in .* is finished"):
-            trainer_of(again)
-        assert sorted(config.folder.rglob("*")) == before
-    else:  # it may have been killed before its first checkpoint
-        trainer_of(again).train()
-        assert len(rows_of(config.folder)) == 1
-
-
-def test_an_option_that_a_checkpoint_does_not_know_was_at_its_default():
-    config = config_of("m", "runs")
-    before = config.as_json()
-    for name in ("loss_options", "min_p", "trackers", "chat"):
-        del before[name]
-    state = {"config": {**before, "an_option_that_is_gone": 1}}
-    checkpoint.check_options(state, config)
-    for name, value in (("min_p", 0.1), ("loss_options", {"epsilon": 0.1}), ("chat", True)):
-        with pytest.raises(
-            ValueError, match=f"differ from the checkpoint's: {name}: was .*, is .*{value}"
-        ):
-            checkpoint.check_options(state, replace(config, **{name: value}))
-
-
 def sums(count, tags=(0, 8)):
-    """Problems; sets and objects in them are told in another way by every process."""
+    """Problems; every process writes sets and objects in them in another way."""
     return [{"prompt": f"{i}+{i}=", "answer": 2 * i, "tags": {*tags}, "v": object()}
             for i in range(count)]  # fmt: skip
 
 
-SUMS = sums(8)
+SUMS, ANSWER = sums(8), {"answer": 11}
+FROZEN = {"trainable": r"layers\.1\."}
+REFERENCE = {"beta": 0.1, "ref_model": "reference"}
+MODEL, OTHER, TOKENS = "weights of the model", "weights of the reference", "tokens of the prompts"
+# A run's options, what is not as it was when it goes on, and what the message names.
+CHANGES = {
+    "sets in another order": ({}, {"train": sums(6, tags=(8, 0))}, []),
+    "fewer problems": ({}, {"train": SUMS[:5], "held_out": SUMS[5:]}, ["train", "held_out"]),
+    "another answer": ({}, {"train": [*SUMS[:5], {**SUMS[5], **ANSWER}]}, ["train"]),
+    "another order": ({}, {"train": SUMS[5::-1]}, ["train", TOKENS]),
+    "another order of evaluations": ({}, {"held_out": SUMS[7:5:-1]}, ["held_out", TOKENS]),
+    "another tokenizer": ({}, {"minus": True}, [TOKENS]),
+    "another buffer": ({}, {"buffer": 1.5}, [MODEL]),
+    # The checkpoint has weights that are trained, but not those of a copy from the beginning.
+    "trained weights": ({}, {"factor": 1.5}, []),
+    "frozen weights": (FROZEN, {"factor": 1.5}, [MODEL]),
+    "weights and their copy": ({"beta": 0.1}, {"factor": 1.5}, [MODEL]),
+    "trained weights, and a reference": (REFERENCE, {"factor": 1.5}, []),
+    "weights of the reference": (REFERENCE, {"reference": 1.5}, [OTHER]),
+}
 
 
-def fingerprint_of(
-    folder, train=SUMS[:6], held_out=SUMS[6:], factor=1.0, buffer=1.0, reference=1.0, minus=False
-):
-    model, tokenizer = load_model(config_of(folder, "runs", trainable=r"layers\.1\."))
-    model.register_buffer("offset", torch.full((2,), buffer))
-    if minus:
-        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("+", "-")
-    with torch.no_grad():
-        model.model.norm.weight.mul_(factor)
-    other = make_model("llama")
-    with torch.no_grad():
-        other.model.norm.weight.mul_(reference)
-    weights = {"weights of the model": (model, False), "weights of the reference": (other, True)}
-    return checkpoint.fingerprint(train, held_out, tokenizer, weights)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_goes_on_with_the_inputs_of_its_checkpoint(name, make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options, change, names = CHANGES[name]
 
+    def begin(steps, train=SUMS[:6], held_out=SUMS[6:], minus=False, buffer=1.0, factor=1.0,
+              reference=1.0):  # fmt: skip
+        model, other, tokenizer = make_model("llama"), make_model("llama"), make_tokenizer()
+        with torch.no_grad():
+            model.model.norm.weight.mul_(factor)
+            other.model.norm.weight.mul_(reference)
+        model.register_buffer("offset", torch.full((2,), buffer))
+        other.save_pretrained("reference")
+        if minus:
+            tokenizer.backend_tokenizer.normalizer = normalizers.Replace("+", "-")
+        model = set_trainable(model, config_of("m", "runs", **options))
+        more = {"steps": steps, "resume": True, "problems": (train, held_out)}
+        return make(model, tokenizer, **more, **options).train()
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    (
-        ({"train": sums(6, tags=(8, 0))}, []),
-        ({"train": SUMS[:5], "held_out": SUMS[5:]}, ["train", "held_out"]),
-        ({"train": [*SUMS[:5], {**SUMS[5], "answer": 11}]}, ["train"]),
-        ({"train": SUMS[5::-1]}, ["train", "tokens of the prompts"]),
-        ({"held_out": SUMS[7:5:-1]}, ["held_out", "tokens of the prompts"]),
-        ({"minus": True}, ["tokens of the prompts"]),
-        ({"factor": 1.5}, ["weights of the model"]),
-        ({"buffer": 1.5}, ["weights of the model"]),
-        ({"reference": 1.5}, ["weights of the reference"]),
-    ),
-)
-def test_a_fingerprint_names_what_has_changed(change, names, tiny_model):
-    before, now = fingerprint_of(tiny_model), fingerprint_of(tiny_model, **change)
-    state = {"processes": 1, "fingerprint": before}
-    told = [f"{name}: was .*sha256 [0-9a-f]{{12}}, is .*sha256 [0-9a-f]{{12}}" for name in names]
-    message = f"problems or models differ from the checkpoint's: {'; '.join(told)}$"
-    with pytest.raises(ValueError, match=message) if names else contextlib.nullcontext():
-        checkpoint.check_same(state, 1, now)
-
-
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    (({"trainable": r"layers\.1\."}, True), ({}, False), ({"beta": 0.1}, True)),
-    ids=str,
-)
-def test_weights_of_others_are_taken_where_the_checkpoint_has_all(
-    options, refused, tiny_model, tmp_path
-):
-    """Frozen ones it does not have, nor those of the reference, a copy from the beginning."""
-    config = config_of(tiny_model, tmp_path, steps=1, **options)
-    trainer_of(config).train()
-    config = replace(config, steps=2, resume=True)
-    model, tokenizer = load_model(config)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(1.5)
-    message = "checkpoint's: weights of the model: was"
-    with pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext():
-        trainer_of(config, model, tokenizer).train()
-    assert len(rows_of(config.folder)) == 2 - refused
-
-
-def test_another_reference_is_refused_when_a_run_goes_on(tiny_model, tmp_path):
-    """Weights of the reference are in no checkpoint; a folder, or a hub, may have new ones."""
-    other, folder = make_model("llama"), tmp_path / "reference"
-    other.save_pretrained(folder)
-    config = config_of(tiny_model, tmp_path, steps=1, beta=0.1, ref_model=str(folder))
-    trainer_of(config).train()
-    config = replace(config, steps=2, resume=True)
-    with torch.no_grad():
-        other.model.norm.weight.mul_(1.5)
-    other.save_pretrained(folder)
-    with pytest.raises(ValueError, match="checkpoint's: weights of the reference: was"):
-        trainer_of(config).train()
-    # The model's own are in the checkpoint.
-    with torch.no_grad():
-        other.model.norm.weight.div_(1.5)
-    other.save_pretrained(folder)
-    model, tokenizer = load_model(config)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(1.5)
-    trainer_of(config, model, tokenizer).train()
-    assert len(rows_of(config.folder)) == 2
+    begin(1)
+    parts = [f"{name}: was .*sha256 [0-9a-f]{{12}}, is .*sha256 [0-9a-f]{{12}}" for name in names]
+    message = f"problems or models {CHANGED}{'; '.join(parts)}$"
+    with pytest.raises(ValueError, match=message) if names else nullcontext():
+        begin(2, **change)
+    assert len(rows_of(tmp_path / "t")) == 2 - bool(names)
 
 
 # Disks and folders
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(tiny_model, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_leaves_the_last_checkpoint(make, monkeypatch, capsys):
     original, calls = Accelerator.save_state, []
 
     def full(self, folder, **options):
@@ -435,57 +407,51 @@ def test_a_full_disk_leaves_the_last_checkpoint(tiny_model, tmp_path, monkeypatc
         return original(self, folder, **options)
 
     monkeypatch.setattr(Accelerator, "save_state", full)
-    folder = trainer_of(config_of(tiny_model, tmp_path, steps=3, save_every=1)).train()
+    folder = make(steps=3, save_every=1).train()
     assert len(calls) == 3 and "no checkpoint of step 2 (OSError" in capsys.readouterr().out
     names = sorted(p.name for p in (folder / "checkpoints").iterdir())
     assert names == ["step-000001", "step-000003"] and len(rows_of(folder)) == 3
 
 
 def test_half_a_row_is_taken_back(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    logs.append(path, {"step": 1})
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        logs.append(path, {"step": step, "loss": math.nan})
+    logs.open_folder(tmp_path, {}, 2)
+    with path.open("a") as file:  # as a kill leaves it
+        file.write('{"step": 3, "lo')
+    assert logs.read(path) == [{"step": 1, "loss": None}, {"step": 2, "loss": None}]
+    logs.open_folder(tmp_path, {}, 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
     try:
-        with pytest.raises(OSError, match=r"rows\.jsonl"):
-            logs.append(path, {"step": 2})
+        with pytest.raises(OSError, match=r"metrics\.jsonl"):
+            logs.append(path, {"step": 3})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    logs.append(path, {"step": 3})
-    assert [row["step"] for row in logs.read(path)] == [1, 3]
-
-
-def test_training_again_keeps_the_rows(tiny_model, tmp_path):
-    trainer = trainer_of(config_of(tiny_model, tmp_path, **STEPS))
-    rows = rows_of(trainer.train())
-    assert rows_of(trainer.train()) == rows and len(rows) > 1
+    logs.append(path, {"step": 4})
+    assert steps_of(path) == [1, 2, 4]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, of Linux")
-def test_a_row_that_finds_no_room_ends_the_run_and_is_made_again(undisturbed, tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, **STEPS)
-    log, own = config.folder / "metrics.jsonl", config.folder / "own"
+def test_a_row_that_finds_no_room_ends_the_run_and_is_made_again(undisturbed, make):
+    trainer = make(**STEPS)
+    log, own = (trainer.config.folder / name for name in ("metrics.jsonl", "own"))
 
     def fill(row, _):
         log.rename(own)
         log.symlink_to("/dev/full")
 
     with pytest.raises(OSError, match=r"No space left .*metrics\.jsonl"):
-        same_trainer_of(config).train(fill)
+        trainer.train(fill)
     log.unlink()
     log.write_text(own.read_text() + '{"ste')
-    assert_same_weights(weights_of(run(replace(config, resume=True))), undisturbed[1])
-    assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
-
-
-def test_half_a_row_is_none(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for step in (1, 2, 3):
-        logs.append(path, {"step": step, "loss": math.nan})
-    logs.open_folder(tmp_path, {}, 2)
-    with path.open("a") as file:
-        file.write('{"step": 3, "lo')
-    assert logs.read(path) == [{"step": 1, "loss": None}, {"step": 2, "loss": None}]
+    again = make(resume=True, **STEPS)
+    again.train()
+    assert_same_weights(weights_of(again), undisturbed[1])
+    assert steps_of(log) == [1, 2, 3]
+    again.train()  # which keeps the rows
+    assert steps_of(log) == [1, 2, 3]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="folders of Linux")
@@ -493,16 +459,14 @@ def test_a_folder_that_cannot_be_written(tiny_model, tmp_path):
     tmp_path.chmod(0o500)
     folder = tmp_path if os.geteuid() else Path("/sys")  # root may write anywhere else
     with pytest.raises(PermissionError, match=str(folder)):
-        run(config_of(tiny_model, folder, **STEPS))
+        trainer_with(tiny_model, folder, **STEPS).train()
 
 
-def test_two_runs_in_one_folder(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, **STEPS)
-    first, second = same_trainer_of(config), same_trainer_of(config)
+def test_two_runs_in_one_folder(make):
+    first, second = make(**STEPS), make(**STEPS)
 
     def and_another(*_):
         with pytest.raises(RuntimeError, match="output: another process trains in"):
             second.train()
 
-    first.train(and_another)
-    assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
+    assert steps_of(first.train(and_another) / "metrics.jsonl") == [1, 2, 3]

@@ -5,23 +5,17 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
 from grpo_kernels.training import checkpoint
 from grpo_kernels.training.interruptions import RESUME, Preempted
-from grpo_kernels.training.rollout import RolloutError
 from tests.helpers.trainer_runs import (
     STEPS,
     assert_same_rows,
     assert_same_weights,
-    config_of,
     rows_of,
-    run,
-    same_trainer_of,
-    trainer_of,
     weights_of,
 )
 
@@ -47,73 +41,56 @@ def out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def without_memory_at(numbers, config):
-    trainer = same_trainer_of(config)
-    trainer.policy.forward = at_calls(numbers, out_of_memory, trainer.policy.forward, "loss")
+def without_memory_at(calls, trainer, what="loss"):
+    """The trainer, whose memory runs out in these calls of the policy."""
+    trainer.policy.forward = at_calls(calls, out_of_memory, trainer.policy.forward, what)
     return trainer
 
 
-def test_memory_that_runs_out_in_a_micro_batch_changes_nothing(tiny_model, tmp_path, capsys):
+def test_memory_that_runs_out_in_a_micro_batch_changes_nothing(make, capsys):
     """In a forward, while the reference scores, and in the middle of an update's backwards."""
-    options = {**STEPS, "beta": 0.1, "micro_batch_size": 16}
-    config = config_of(tiny_model, tmp_path / "a", **options)
-    expected = run(config)
-    again = replace(config, output=str(tmp_path / "b"))
-    trainer = without_memory_at({2}, again)
+    options = STEPS | {"beta": 0.1, "micro_batch_size": 16}
+    expected, trainer = make(name="a", **options), without_memory_at({2}, make(name="b", **options))
     reference, accelerator = trainer.reference.copy, trainer.accelerator
     reference.forward = at_calls({2}, out_of_memory, reference.forward, "logps")
     accelerator.backward = at_calls({9}, out_of_memory, accelerator.backward)
-    trainer.train()
-    told = capsys.readouterr().out
-    for size in (8, 4, 2):
-        assert f"memory ran out: from now on micro_batch_size is {size}" in told
-    assert_same_rows(rows_of(again.folder), rows_of(config.folder))
+    assert_same_rows(rows_of(trainer.train()), rows_of(expected.train()))
     assert_same_weights(weights_of(trainer), weights_of(expected), 1e-4, 1e-6)
+    printed = capsys.readouterr().out
+    for size in (8, 4, 2):
+        assert f"memory ran out: from now on micro_batch_size is {size}" in printed
 
 
 @pytest.mark.parametrize(("first", "kept"), ((9, "step-000001"), (13, None)))
-def test_memory_that_never_suffices(first, kept, undisturbed, tiny_model, tmp_path, capsys):
+def test_memory_that_never_suffices(first, kept, undisturbed, make, capsys):
     """The step before is kept, unless an update of this one has moved the weights since."""
-    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
+    trainer = without_memory_at(range(first, 999), make(**STEPS | {"save_every": 0}))
     with pytest.raises(RuntimeError, match="memory ran out in a micro-batch of one completion"):
-        without_memory_at(range(first, 999), config).train()
-    latest = checkpoint.latest(config.folder)
+        trainer.train()
+    latest = checkpoint.latest(trainer.config.folder)
     assert (latest and latest.name) == kept
     assert ("no checkpoint was kept" in capsys.readouterr().out) == (kept is None)
     if kept is not None:
-        again = run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
-        assert_same_rows(rows_of(config.folder), undisturbed[0])
+        again = make(**STEPS, resume=True)
+        assert_same_rows(rows_of(again.train()), undisturbed[0])
         # The last micro-batches were smaller.
         assert_same_weights(weights_of(again), undisturbed[1], 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize("step", (1, 2))
-@pytest.mark.parametrize("where", ("optimizer", "reference", "metrics"))
-def test_memory_that_runs_out_once_weights_have_moved(where, step, tiny_model, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("owner", "name"), (("optimizer", "step"), ("reference", "sync"), ("metrics", "take"))
+)
+def test_memory_that_runs_out_once_weights_have_moved(owner, name, step, make, capsys):
     """No checkpoint has a step's number and other weights: AdamW's states, the copy, the row."""
-    options = STEPS | {"save_every": 0, "beta": 0.1, "sync_ref_every": 1}
-    trainer = same_trainer_of(config_of(tiny_model, tmp_path, **options))
-    if where == "optimizer":
-        owner, name, calls = trainer.optimizer, "step", {2 * step - 1}
-    elif where == "reference":
-        owner, name, calls = trainer.reference, "sync", {step}
-    else:
-        owner, name, calls = trainer.metrics, "take", {step}
-    setattr(owner, name, at_calls(calls, out_of_memory, getattr(owner, name)))
+    trainer = make(**STEPS | {"save_every": 0, "beta": 0.1, "sync_ref_every": 1})
+    owned = getattr(trainer, owner)
+    calls = {2 * step - 1 if owner == "optimizer" else step}
+    setattr(owned, name, at_calls(calls, out_of_memory, getattr(owned, name)))
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     assert checkpoint.latest(trainer.config.folder) is None
     assert "no checkpoint was kept" in capsys.readouterr().out
-
-
-def test_memory_that_runs_out_while_sampling(tiny_model, tmp_path):
-    """Ends the run, after a checkpoint of the step before."""
-    config = config_of(tiny_model, tmp_path, **STEPS)
-    trainer = trainer_of(config)
-    trainer.policy.forward = at_calls({2}, out_of_memory, trainer.policy.forward, "generate")
-    with pytest.raises(RolloutError, match="while sampling 16 completions: lower prompts"):
-        trainer.train()
-    assert checkpoint.latest(config.folder).name == "step-000001"
 
 
 @pytest.mark.slow
@@ -130,29 +107,24 @@ def test_a_limit_of_the_system():
     assert done.stdout == "True\n", done.stderr
 
 
-def test_what_is_left_of_memory_is_kept(tiny_model, tmp_path):
-    whole, cut = (config_of(tiny_model, tmp_path / name, **STEPS | {"steps": 2}) for name in "ab")
-    for config, steps in ((whole, 2), (cut, 1)):
-        trainer = trainer_of(replace(config, steps=steps))
-        trainer.policy.forward = at_calls({1}, out_of_memory, trainer.policy.forward, "loss")
-        trainer.train()
-    again = trainer_of(replace(cut, resume=True))
-    again.train()
-    assert again.run.micro_batch_size == 2
-    assert rows_of(cut.folder) == rows_of(whole.folder)
-    # Another option is taken as given.
-    given = trainer_of(replace(cut, resume=True, micro_batch_size=8, steps=3))
-    given.train()
-    assert given.run.micro_batch_size == 8
+def test_what_is_left_of_memory_is_kept(make):
+    options = STEPS | {"rollout": "generate"}
+    whole = without_memory_at({1}, make(name="whole", **options | {"steps": 2})).train()
+    without_memory_at({1}, make(name="cut", **options | {"steps": 1})).train()
+    again = make(name="cut", resume=True, **options | {"steps": 2})
+    assert rows_of(again.train()) == rows_of(whole) and again.run.micro_batch_size == 2
+    # Another option is taken as it is.
+    other = make(name="cut", resume=True, **options | {"micro_batch_size": 8})
+    other.train()
+    assert other.run.micro_batch_size == 8
 
 
 @pytest.mark.parametrize(
     ("call", "number"), ((1, signal.SIGTERM), (7, signal.SIGINT), (12, signal.SIGTERM))
 )
-def test_a_signal_loses_the_step_at_most(call, number, undisturbed, tiny_model, tmp_path):
+def test_a_signal_loses_the_step_at_most(call, number, undisturbed, make):
     """Whenever it comes: what goes on from there is the run without it."""
-    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0, "resume": True})
-    trainer = same_trainer_of(config)
+    trainer, again = (make(**STEPS | {"save_every": 0, "resume": True}) for _ in range(2))
     trainer.policy.forward = at_calls(
         {call}, lambda: os.kill(os.getpid(), number), trainer.policy.forward
     )
@@ -163,15 +135,14 @@ def test_a_signal_loses_the_step_at_most(call, number, undisturbed, tiny_model, 
     step, place = divmod(call - 1, 8)
     assert trainer.run.step == step + (place >= 4)  # after an update the step is gone through with
     if trainer.run.step:
-        assert checkpoint.latest(config.folder).name == f"step-{trainer.run.step:06d}"
-    again = run(config)
-    assert signal.getsignal(number) is before
-    assert rows_of(config.folder) == undisturbed[0]
+        name = checkpoint.latest(trainer.config.folder).name
+        assert name == f"step-{trainer.run.step:06d}"
+    assert rows_of(again.train()) == undisturbed[0] and signal.getsignal(number) is before
     assert_same_weights(weights_of(again), undisturbed[1])
 
 
-def test_a_second_signal_ends_at_once(tiny_model, tmp_path, capfd):
-    trainer = same_trainer_of(config_of(tiny_model, tmp_path))
+def test_a_second_signal_ends_at_once(make, capfd):
+    trainer = make(**STEPS)
 
     def twice():
         os.kill(os.getpid(), signal.SIGINT)

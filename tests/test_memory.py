@@ -44,10 +44,10 @@ def test_kept_activations_are_what_a_forward_keeps():
 
 
 def test_the_prediction_follows_the_options():
-    config = make_model("llama").config
+    shape = make_model("llama").config
 
     def predicted(**options):
-        return memory.predict(config_of(**options), config)
+        return memory.predict(config_of(**options), shape)
 
     base = predicted()
     assert predicted(lora_rank=4).gradients < base.gradients / 4
@@ -56,11 +56,10 @@ def test_the_prediction_follows_the_options():
     assert predicted(dtype="bf16").weights == base.weights / 2
     recomputed = predicted(gradient_checkpointing=True).activations
     # All of one layer, and the input of each.
-    H, N, layers = config.hidden_size, 16 * (512 + 256), config.num_hidden_layers
+    H, N, layers = shape.hidden_size, 16 * (512 + 256), shape.num_hidden_layers
     unshared = predicted(share_prompts=False).activations
     assert recomputed == pytest.approx(unshared / layers + layers * 2 * N * H, rel=0.01)
-    assert predicted(share_prompts=False).activations > base.activations
-    assert predicted(micro_batch_size=4).activations < base.activations
+    assert predicted(micro_batch_size=4).activations < base.activations < unshared
     # No micro-batch is larger than an update, which has 32 completions, or with two 16.
     assert predicted(micro_batch_size=64) == predicted(micro_batch_size=32)
     assert predicted(micro_batch_size=64, minibatches=2) == predicted(minibatches=2)
@@ -83,14 +82,12 @@ def test_the_flops_of_a_step_are_those_of_its_gemms():
 
     # Prompts once per group, without the last token of a completion, which predicts nothing.
     forward, logits = 2 * weights * 3 * (17 + 4 * 7), 2 * 12 * 8 * V * H
-    sampling = {"sampling": forward + logits}
-    assert predicted() == {"layers": 3 * forward, "head": 3 * logits, **sampling}
-    one = predicted(processes=3)
-    assert {name: 3 * count for name, count in one.items()} == predicted()
-    twice = predicted(epochs_per_rollout=2, beta=0.1, minibatches=3)
-    assert twice == {
-        "layers": 6 * forward, "head": 6 * logits, "scores of the policy": forward + logits,
-        "scores of the reference": forward + logits, **sampling,
+    base = {"layers": 3 * forward, "head": 3 * logits, "sampling": forward + logits}
+    assert predicted() == base
+    assert predicted(processes=3) == {name: count / 3 for name, count in base.items()}
+    scores = {f"scores of the {x}": forward + logits for x in ("policy", "reference")}
+    assert predicted(epochs_per_rollout=2, beta=0.1, minibatches=3) == base | scores | {
+        "layers": 6 * forward, "head": 6 * logits
     }  # fmt: skip
     # The last micro-batch of a pass counts as a whole one.
     assert predicted(micro_batch_size=8)["layers"] == 2 * 3 * forward * 2 / 3
@@ -98,10 +95,10 @@ def test_the_flops_of_a_step_are_those_of_its_gemms():
     assert predicted(off_policy_threshold=1.0)["head"] == 4 * logits  # two passes
     frozen = predicted(trainable=r"layers\.\d+\.mlp")
     assert frozen["head"] == 2 * logits and 2 * forward < frozen["layers"] < 3 * forward
-    recomputed, kept = (
+    recomputed, stored = (
         predicted(gradient_checkpointing=x, share_prompts=False)["layers"] for x in (True, False)
     )
-    assert 3 * recomputed == 4 * kept
+    assert 3 * recomputed == 4 * stored
 
 
 VLLM = ("--rollout", "vllm", "--gpu-gib", "1")
@@ -140,8 +137,9 @@ def test_the_command_says_whether_it_fits(flags, status, told, tmp_path, capsys)
 # Recipes
 
 CONFIGS = ROOT / "examples/configs"
-# The configs on the hub of the models that the recipes train: hidden size, that of the MLP, layers,
-# heads, heads of keys, vocabulary, whether the head is tied.
+SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "vocab_size", "tie_word_embeddings")  # fmt: skip
+# The configs on the hub of the models that the recipes train.
 MODELS = {
     "Qwen/Qwen2.5-0.5B-Instruct": (896, 4864, 24, 14, 2, 151936, True),
     "Qwen/Qwen2.5-1.5B-Instruct": (1536, 8960, 28, 12, 2, 151936, True),
@@ -151,12 +149,8 @@ MODELS = {
 
 
 def shape_of(name):
-    hidden, mlp, layers, heads, kv_heads, V, tied = MODELS[name]
-    return AutoConfig.for_model(
-        "qwen2", hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=V,
-        tie_word_embeddings=tied, max_position_embeddings=32768,
-    )  # fmt: skip
+    options = dict(zip(SHAPE, MODELS[name], strict=True))
+    return AutoConfig.for_model("qwen2", max_position_embeddings=32768, **options)
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ def test_a_summary_begins_with_both_accuracies():
 def test_a_page_has_what_was_changed_and_where_it_ran(tmp_path):
     config = TrainingConfig(model="m", dataset="d", steps=7, learning_rate=1e-6)
     logs.open_folder(tmp_path, config.as_json(), -1)
+    assert "Device" not in report.write(tmp_path)[0].read_text()
     report.write_environment(tmp_path)
     shown = {"prompt": "1 + 1?", "completion": "<answer>3", "answer": "2", "ended": False}
     logs.append(tmp_path / "metrics.jsonl", rows_of(0.5)[0])
@@ -87,11 +88,6 @@ def test_curves_of_one_short_name_are_told_apart(monkeypatch):
     report._pictures([row], [], {"own": ["a/x", "b/x", "n[0]"]})
     assert drawn == {"reward, mean of 5 steps": ["reward", "reward/reward"],
                      "own": ["x", "b/x", "n[0]"]}  # fmt: skip
-
-
-def test_a_page_is_made_of_folders_without_an_environment(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model": "m", "dataset": "d"}))
-    assert "Device" not in report.write(tmp_path)[0].read_text()
 
 
 def test_a_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch):

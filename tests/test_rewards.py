@@ -2,8 +2,9 @@
 
 import math
 import sys
-import types
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,28 +22,69 @@ def functions_of(**functions):
     return [RewardFunction(name, name, function) for name, function in functions.items()]
 
 
-def test_rewards_of_the_library():
-    texts = [
-        "<think>a</think><answer>1234.5</answer>", "<answer>$1,234.50</answer>",
-        "<answer>1235</answer>", "1234.5", "<answer>2</answer><answer>1234.5</answer>",
-    ]  # fmt: skip
-    assert rewards.answer([], texts, answer=["1234.5"] * 5) == [2.0, 2.0, 0.0, 0.0, 2.0]
-    assert rewards.format([], texts) == pytest.approx([0.8, 0.4, 0.4, 0.0, 0.0])
-    # Paid for is what counts as correct.
-    texts = [f"<answer>{x}</answer>" for x in (r"\frac{1}{2}", "0.5", "1/3", r"\sqrt{")]
-    assert rewards.answer([], texts, answer=["1/2"] * 4) == [2.0, 2.0, 0.0, 0.0]
-    assert rewards.answer([], ["so #### 7", r"\boxed{7.0}"], answer=[7, 7]) == [2.0, 2.0]
+# Functions of the library and of the examples
+
+correctness = gsm8k_from_scratch.correctness
+SCRATCH = "<reasoning>a</reasoning><answer>1</answer><answer>2</answer>"
+LONG = "1" * 5000
 
 
-def test_addition():
-    for text, reward in (
-        ("<answer>12</answer>", 1.0),
-        ("<answer>13</answer>", 0.5),
-        ("The sum is <answer>12</answer>", 0.4),
-        ("<answer>12</answer><answer>12</answer>", 0.6),
-        ("<answer>twelve</answer>", 0.4),
-    ):
-        assert problems.addition([], [text], answer=["12"]) == [pytest.approx(reward)], text
+@pytest.mark.parametrize(
+    ("function", "text", "right", "paid"),
+    (
+        (rewards.answer, "<think>a</think><answer>1234.5</answer>", "1234.5", 2.0),
+        (rewards.answer, "<answer>$1,234.50</answer>", "1234.5", 2.0),
+        (rewards.answer, "<answer>1235</answer>", "1234.5", 0.0),
+        (rewards.answer, "1234.5", "1234.5", 0.0),
+        (rewards.answer, "<answer>2</answer><answer>1234.5</answer>", "1234.5", 2.0),
+        # Paid for is what counts as correct.
+        (rewards.answer, r"<answer>\frac{1}{2}</answer>", "1/2", 2.0),
+        (rewards.answer, r"<answer>\sqrt{</answer>", "1/2", 0.0),
+        (rewards.answer, r"\boxed{7.0}", 7, 2.0),
+        (rewards.format, "<think>a</think><answer>1234.5</answer>", None, 0.8),
+        (rewards.format, "<answer>$1,234.50</answer>", None, 0.4),
+        (rewards.format, "<answer>2</answer><answer>1234.5</answer>", None, 0.0),
+        (problems.addition, "<answer>12</answer>", "12", 1.0),
+        (problems.addition, "<answer>13</answer>", "12", 0.5),
+        (problems.addition, "The sum is <answer>12</answer>", "12", 0.4),
+        (problems.addition, "<answer>12</answer><answer>12</answer>", "12", 0.6),
+        (problems.addition, "<answer>twelve</answer>", "12", 0.4),
+        # The tutorial's, which compares numbers exactly.
+        (correctness, "<answer>12</answer>", "12", 2.0),
+        (correctness, "<answer>1</answer> no, <answer> 12\n</answer>", "12", 2.0),
+        (correctness, "<answer>12.0</answer>", "12", 1.5),
+        (correctness, "<answer>It is 12 eggs.</answer>", "12", 1.5),
+        (correctness, "<answer>3 * 4 = 12</answer>", "12", 0.0),  # several numbers
+        (correctness, "<answer>12", "12", 0.0),
+        (correctness, "<answer>...</answer>", "12", 0.0),
+        (correctness, "<answer>-12</answer>", "12", 0.0),
+        (correctness, "<answer>1450</answer>", "1,450", 1.5),
+        (correctness, "<answer>It is $10,000.</answer>", "10000", 1.5),
+        (correctness, "<answer>1, 450</answer>", "1450", 0.0),
+        (correctness, "<answer>\u22123</answer>", "-3", 1.5),
+        (correctness, "<answer>9007199254740993</answer>", "9007199254740992", 0.0),
+        (correctness, "<answer>none</answer>", "none of them", 0.0),
+        (correctness, f"<answer>{LONG}</answer>", f"{LONG}2", 1.5),  # the numbers that begin both
+        (gsm8k_from_scratch.format, SCRATCH, None, 0.8),
+        (gsm8k_from_scratch.format, "<reasoning>", None, 0.2),
+    ),
+)
+def test_what_is_paid(function, text, right, paid):
+    columns = {} if right is None else {"answer": [right]}
+    assert function(["q"], [text], **columns) == [pytest.approx(paid)]
+
+
+def test_recipes_have_the_prompt_and_the_rewards_of_the_tutorial():
+    folder = Path(gsm8k_from_scratch.__file__).parent / "configs"
+    recipes = sorted(folder.glob("from-scratch-1.5b*.yaml"))
+    assert len(recipes) == 2
+    prompt = "Respond in the following format:\n{}\n...\n{}\n{}\n...\n{}"
+    for recipe in recipes:
+        config = parse_config([str(recipe)])
+        assert config.system_prompt == prompt.format(*gsm8k_from_scratch.TAGS)
+        assert config.prompt_template == "{question}" and not config.chat
+        functions = [x.function for x in rewards.resolve_rewards(config.rewards)]
+        assert functions == [correctness, gsm8k_from_scratch.format]
 
 
 # Tables
@@ -72,18 +114,19 @@ def test_some_rewards_apply_to_some_problems():
 
 def test_functions_of_one_name_all_count(monkeypatch):
     for name, value in (("rewards_a", 1.0), ("rewards_b", 10.0)):
-        module = types.ModuleType(name)
-        module.score = lambda completions, _x=value: [_x] * len(completions)
-        monkeypatch.setitem(sys.modules, name, module)
-    found = rewards.resolve_rewards(["rewards_a:score", "rewards_b:score", "format", "format"])
-    assert [x.label for x in found] == ["score", "score-2", "format", "format-2"]
-    (row,) = reward_table(found, [{"prompt": "Q"}], ["<answer></answer>"])
-    assert row == [1.0, 10.0, 0.4, 0.4]
+        score = SimpleNamespace(score=lambda completions, _x=value: [_x] * len(completions))
+        monkeypatch.setitem(sys.modules, name, score)
+    functions = rewards.resolve_rewards(["rewards_a:score", "rewards_b:score", "format", "format"])
+    assert [x.label for x in functions] == ["score", "score-2", "format", "format-2"]
     # By either name, in the column of a problem.
-    for named, paid in (("rewards_b:score", [10.0]), ("score", [1.0, 10.0])):
-        problem = {"prompt": "Q", "rewards": [named]}
-        check_rewards(found, [problem], "train")
-        (row,) = reward_table(found, [problem], [""])
+    for named, paid in (
+        (None, [1.0, 10.0, 0.4, 0.4]),
+        (["rewards_b:score"], [10.0]),
+        (["score"], [1.0, 10.0]),
+    ):
+        problem = {"prompt": "Q", "rewards": named}
+        check_rewards(functions, [problem], "train")
+        (row,) = reward_table(functions, [problem], ["<answer></answer>"])
         assert [x for x in row if not math.isnan(x)] == paid
 
 
@@ -91,14 +134,19 @@ def test_functions_of_one_name_all_count(monkeypatch):
 def test_a_column_that_names_no_function_is_refused(names):
     some = [{"prompt": x, "answer": "1", "rewards": y} for x, y in (("a", ["brief"]), ("b", names))]
     functions = functions_of(brief=lambda completions: [1.0] * len(completions))
-    message = r"rewards: the column `rewards` of train\[1\] is .*, but the run has brief: name"
-    with pytest.raises(ValueError, match=message):
-        check_rewards(functions, some, "train")
-    model, tokenizer = make_model("llama"), make_tokenizer()
-    config = config_of("m", "runs", rewards=["brief"])
-    for parts in ((some,), (some[:1], some)):
-        with pytest.raises(ValueError, match=r"`rewards` of .*1. is"):
-            Trainer(config, model, tokenizer, *parts, rewards={"brief": functions[0].function})
+    new = partial(Trainer, config_of("m", "runs", rewards=["brief"]), make_model("llama"),
+                  make_tokenizer(), rewards={"brief": functions[0].function})  # fmt: skip
+    for part, call in (
+        ("train", lambda: check_rewards(functions, some, "train")),
+        ("train", lambda: new(some)),
+        ("held_out", lambda: new(some[:1], some)),
+    ):
+        message = rf"rewards: the column `rewards` of {part}\[1\] is .*, but the run has brief: na"
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+# Calls
 
 
 class Judge:
@@ -168,7 +216,7 @@ def test_messages_are_answered_by_messages():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "function", "told"),
+    ("prompt", "function", "message"),
     (
         ("a", lambda completions: [len(x[0]["content"]) for x in completions],
          "TypeError: string indices .* have the form of their prompts, here text"),
@@ -176,8 +224,8 @@ def test_messages_are_answered_by_messages():
          "AttributeError: .* have the form of their prompts, here lists of messages"),
     ),
 )  # fmt: skip
-def test_a_function_that_takes_another_shape_is_told_the_rule(prompt, function, told):
-    with pytest.raises(rewards.RewardError, match=f"^reward function f: {told}"):
+def test_a_function_that_takes_another_shape_is_told_the_rule(prompt, function, message):
+    with pytest.raises(rewards.RewardError, match=f"^reward function f: {message}"):
         reward_table(functions_of(f=function), [{"prompt": prompt}], ["x"])
 
 
@@ -196,88 +244,24 @@ def test_functions_get_copies():
     assert problem == {"prompt": CHAT, "tests": [1], "answer": "6"}
 
 
-def trainer_on_fakes(tmp_path, function, problem):
-    config = config_of("m", tmp_path, rewards=["f"], prompts_per_step=2, num_generations=4)
-    return Trainer(
-        config, make_model("llama"), make_tokenizer(), [problem] * 2,
-        rewards={"f": function}, rollout=lambda _: FakeRollout(),
+@pytest.mark.usefixtures("real_memory")
+def test_what_no_function_scores_is_in_no_figure(make):
+    """A group whose scored completions are equal teaches nothing; observers get copies."""
+    problem, scores = {"prompt": "Q", "tests": [1]}, [None, 1.0, 1.0, None, None, 1.0, 0.0, 1.0]
+    trainer = make(
+        prompts_per_step=2, problems=([problem] * 2, ()), rollout=lambda _: FakeRollout(),
+        rewards={"noise": lambda completions: scores},
     )  # fmt: skip
-
-
-@pytest.mark.usefixtures("real_memory")
-def test_observers_get_copies(tmp_path):
-    trainer = trainer_on_fakes(tmp_path, lambda completions: map(len, completions),
-                               {"prompt": "Q", "tests": [1]})  # fmt: skip
-    _, samples = trainer.train_step(trainer.train_problems)
-    samples.problems[0]["tests"].append(2)
-    assert trainer.train_problems == [{"prompt": "Q", "tests": [1]}] * 2
-
-
-@pytest.mark.usefixtures("real_memory")
-def test_what_no_function_scores_is_in_no_figure(tmp_path):
-    """A group whose scored completions are equal teaches nothing."""
-    scores = [None, 1.0, 1.0, None, None, 1.0, 0.0, 1.0]
-    trainer = trainer_on_fakes(tmp_path, lambda completions: scores, {"prompt": "Q"})
     row, samples = trainer.train_step(trainer.train_problems)
-    assert row["reward"] == row["reward/f"] == pytest.approx(4 / 5)
+    assert row["reward"] == row["reward/noise"] == pytest.approx(4 / 5)
     assert row["groups_equal"] == 0.5
     assert row["reward_std"] == pytest.approx((0 + math.sqrt(1 / 3)) / 2)
     assert [x is None for x in scores] == samples.rewards_total.isnan().tolist()
+    samples.problems[0]["tests"].append(2)
+    assert trainer.train_problems == [{"prompt": "Q", "tests": [1]}] * 2
     scores[:4] = [None] * 4
     row, _ = trainer.train_step(trainer.train_problems)
     assert row["groups_equal"] == 0.5 and row["reward_std"] == pytest.approx(math.sqrt(1 / 3))
     scores[:] = [None] * 8
     with pytest.raises(rewards.RewardError, match="no completion of this step has a reward"):
         trainer.train_step(trainer.train_problems)
-
-
-# The tutorial's
-
-
-@pytest.mark.parametrize(
-    ("text", "paid"),
-    (
-        ("<answer>12</answer>", 2.0),
-        ("<answer>1</answer> no, <answer> 12\n</answer>", 2.0),
-        ("<answer>12.0</answer>", 1.5),
-        ("<answer>It is 12 eggs.</answer>", 1.5),
-        ("<answer>3 * 4 = 12</answer>", 0.0),  # several numbers
-        ("<answer>12", 0.0),
-        ("<answer>...</answer>", 0.0),
-        ("<answer>-12</answer>", 0.0),
-    ),
-)
-def test_correctness_as_from_scratch_pays_it(text, paid):
-    assert gsm8k_from_scratch.correctness(["q"], [text], answer=["12"]) == [paid]
-
-
-@pytest.mark.parametrize(
-    ("number", "right", "paid"),
-    (
-        ("1450", "1,450", 1.5), ("$1,450", "1450", 1.5), ("It is 10,000 dollars.", "10000", 1.5),
-        ("1, 450", "1450", 0.0), ("\u22123", "3", 0.0), ("\u22123", "-3", 1.5),
-        ("9007199254740993", "9007199254740992", 0.0), ("none", "none of them", 0.0),
-        ("1" * 5000, "1" * 5000 + "2", 1.5),  # the numbers that begin both
-    ),
-)  # fmt: skip
-def test_correctness_compares_numbers_exactly(number, right, paid):
-    text = f"<answer>{number}</answer>"
-    assert gsm8k_from_scratch.correctness(["q"], [text], answer=[right]) == [paid]
-
-
-def test_format_as_from_scratch_pays_it():
-    text = "<reasoning>a</reasoning><answer>1</answer><answer>2</answer>"
-    assert gsm8k_from_scratch.format(["q"], [text, "<reasoning>"]) == pytest.approx([0.8, 0.2])
-
-
-def test_recipes_have_the_prompt_and_the_rewards_of_the_tutorial():
-    folder = Path(gsm8k_from_scratch.__file__).parent / "configs"
-    recipes = sorted(folder.glob("from-scratch-1.5b*.yaml"))
-    assert len(recipes) == 2
-    prompt = "Respond in the following format:\n{}\n...\n{}\n{}\n...\n{}"
-    for recipe in recipes:
-        config = parse_config([str(recipe)])
-        assert config.system_prompt == prompt.format(*gsm8k_from_scratch.TAGS)
-        assert config.prompt_template == "{question}" and not config.chat
-        functions = [x.function for x in rewards.resolve_rewards(config.rewards)]
-        assert functions == [gsm8k_from_scratch.correctness, gsm8k_from_scratch.format]

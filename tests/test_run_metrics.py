@@ -10,8 +10,7 @@ from grpo_kernels import GRPOLossConfig, grpo_loss
 from grpo_kernels.loss.losses import Loss
 from grpo_kernels.training import Metric, report
 from grpo_kernels.training.metrics import Metrics
-from tests.helpers.batches import make_batch
-from tests.helpers.trainer_runs import config_of, noise, rows_of, trainer_of
+from tests.helpers.trainer_runs import noise, rows_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -22,28 +21,8 @@ class Alone:
     num_processes = 1
 
 
-def merged_of(config, sizes):
-    """Metrics of a batch that is cut into parts of these numbers of sequences."""
-    batch, parts, completions, start = make_batch(B=12), [], [], 0
-    logps = batch.old_logps + 0.3 * torch.arange(12 * 9).view(12, 9).sin()
-    # A rollout scores all of its tokens.
-    batch.sampling_logps[:1, :1] = batch.old_logps[:1, :1]
-    for size in sizes:
-        rows = slice(start, start + size)
-        tensors = {name: getattr(batch, name)[rows] for name in ("old_logps", "sampling_logps")}
-        out = grpo_loss(
-            logps[rows].requires_grad_(), batch.advantages[rows], batch.mask[rows], config=config,
-            **tensors,
-        )  # fmt: skip
-        parts.append(out.metrics)
-        completions.append(int(batch.mask[rows].any(1).sum()))
-        start += size
-    return Metrics(config).merge_micro_batches(parts, completions, Alone)
-
-
-def test_own_code_adds_a_metric_with_a_curve(tiny_model, tmp_path):
+def test_own_code_adds_a_metric_with_a_curve(make, monkeypatch):
     """Only the step's completions count, though an evaluation calls the function, too."""
-    config = config_of(tiny_model, tmp_path, eval_size=3, eval_every=1)
     letters = []
 
     def counted(prompts, completions, **_):
@@ -52,65 +31,40 @@ def test_own_code_adds_a_metric_with_a_curve(tiny_model, tmp_path):
         trainer.metrics.add("longest", letters[-1])
         return noise(prompts, completions)
 
-    trainer = trainer_of(config, rewards={"noise": counted})
+    trainer, chart = make(eval_size=3, eval_every=1, rewards={"noise": counted}), "letters of one"
     trainer.metrics.register(
-        Metric("letters", chart="letters per completion"),
-        Metric("longest", merge="max", chart="letters per completion"),
+        Metric("letters", chart=chart), Metric("longest", merge="max", chart=chart)
     )
     folder = trainer.train()
     of_steps = [some for some in letters if len(some) == 16]
     for row, some in zip(rows_of(folder), of_steps, strict=True):
-        assert row["letters"] == pytest.approx(sum(some) / 16)
-        assert row["longest"] == max(some)
-    with pytest.MonkeyPatch.context() as patch:
-        drawn = {}
-        patch.setattr(report, "_svg", lambda title, lines: drawn.update({title: lines}) or "")
-        report.write(folder)
-    assert drawn["letters per completion"].keys() == {"letters", "longest"}
-    assert drawn["letters per completion"]["longest"] == [
-        (step, max(some)) for step, some in enumerate(of_steps, 1)
-    ]
+        assert row["letters"] == pytest.approx(sum(some) / 16) and row["longest"] == max(some)
+    drawn = {}
+    monkeypatch.setattr(report, "_svg", lambda title, lines: drawn.update({title: lines}) or "")
+    report.write(folder)
+    assert drawn[chart].keys() == {"letters", "longest"}
+    assert drawn[chart]["longest"] == [(i, max(some)) for i, some in enumerate(of_steps, 1)]
+
+
+UNKNOWN = "expected a name that the library does not use; got"
 
 
 @pytest.mark.parametrize(
     ("metric", "message"),
     (
-        (Metric("tokens"), "expected a name that the library does not use; got 'tokens'"),
-        (Metric("reward/a"), "expected a name that the library does not use; got 'reward/a'"),
+        *((Metric(name), f"{UNKNOWN} '{name}'") for name in (
+            "tokens", "reward/a", "reward", "step", "warnings", "sampler_gap_max")),
         (Metric("a", merge="median"), "merge: expected one of mean, max, min, sum for a; got 'med"),
         (Metric("a", per="step"), "per: expected one of token, completion for a; got 'step'"),
     ),
-)
+)  # fmt: skip
 def test_what_cannot_be_merged_is_refused(metric, message):
-    with pytest.raises(ValueError, match=message):
-        Metrics(GRPOLossConfig()).register(metric)
-
-
-@pytest.mark.parametrize("name", ("reward", "step", "warnings", "reward/x", "sampler_gap_max"))
-def test_names_of_the_library_are_refused(name):
     metrics = Metrics(GRPOLossConfig())
-    for use in (lambda: metrics.add(name, [1.0]), lambda: metrics.register(Metric(name))):
-        with pytest.raises(ValueError, match=f"a name that the library does not use; got '{name}"):
-            use()
-
-
-OBJECTIVES = {
-    "grpo": {}, "gspo": {"loss_type": "gspo"},
-    "weights of sequences": {"is_correction": "sequence_truncate"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_any_cut_has_the_metrics_of_the_whole(name):
-    """Means over sequences, too, which have several lengths."""
-    config = GRPOLossConfig(epsilon=0.02, **OBJECTIVES[name])
-    whole = merged_of(config, [12])
-    assert 0 < whole["clip_low"] + whole["clip_high"] < 1
-    for sizes in ([1] * 12, [1, 4, 7]):
-        parts = merged_of(config, sizes)
-        assert parts.keys() == whole.keys()
-        for key, value in whole.items():
-            assert parts[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+    with pytest.raises(ValueError, match=message):
+        metrics.register(metric)
+    if metric.name != "a":
+        with pytest.raises(ValueError, match=message):
+            metrics.add(metric.name, [1.0])
 
 
 def test_no_name_decides_how_a_metric_is_merged():
@@ -146,14 +100,15 @@ def test_ratios_that_are_as_good_as_0_have_no_effective_sample_size():
     assert math.isnan(Metrics(GRPOLossConfig()).merge_micro_batches(parts, [1, 1], Alone)["ess"])
 
 
-@pytest.mark.parametrize("merge", ("mean", "max", "min", "sum"))
-def test_nan_is_shown_where_a_loss_has_it_and_left_out_where_it_is_added(merge):
+@pytest.mark.parametrize(
+    ("merge", "expected"), (("mean", 1.5), ("max", 2.0), ("min", 1.0), ("sum", 3.0))
+)
+def test_nan_is_shown_where_a_loss_has_it_and_left_out_where_it_is_added(merge, expected):
     metrics = Metrics(GRPOLossConfig())
     metrics.register(Metric("a", merge=merge))
     for values in ([1.0, math.nan, 2.0], [math.nan, 1.0, 2.0]):
         assert math.isnan(metrics.merge_updates([{"a": x} for x in values])["a"])
         metrics.add("a", values)
-        expected = {"mean": 1.5, "max": 2.0, "min": 1.0, "sum": 3.0}[merge]
         assert metrics.take(Alone) == {"a": expected}
     metrics.add("a", [math.nan])
     assert math.isnan(metrics.take(Alone)["a"]) and metrics.take(Alone) == {}

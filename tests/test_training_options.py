@@ -13,16 +13,36 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.training import TrainingConfig, command_line, load_model, parse_config, ranks
+from grpo_kernels.training import TrainingConfig, command_line, parse_config, ranks
 from grpo_kernels.training import __main__ as training_command
 from grpo_kernels.training.config import DEFAULTS, DTYPES, split_revision
 from grpo_kernels.training.loading import check_host, check_rollout
 from grpo_kernels.training.ranks import make_accelerator
 from tests.helpers import trainer_runs
 from tests.helpers.fake_vllm import install
-from tests.helpers.trainer_runs import trainer_of
 
 ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Own(TrainingConfig):
+    """Options of one's own."""
+
+    high: float = 1.0
+    """A number of one's own."""
+    way: Literal["x", 2] = "x"
+    """One of two."""
+    some: "list[int] | None" = None
+    """Numbers, or none."""
+    folders: tuple[Path, ...] = (Path("a"), Path("b"))
+    """Some folders."""
+    either: int | str = 0
+    """A number, or text."""
+    table: dict[str, int] = field(default_factory=dict)
+    """Numbers by name."""
+
+
+# What refuses options
 
 
 def config_of(**options):
@@ -44,6 +64,7 @@ VALUES = {
     "reward_weights: expected a finite .*nan": {"reward_weights": [math.nan, 1.0]},
     r"output: expected a folder with a name; got 'runs/\.\.'": {"output": "runs/.."},
     "seed: expected a number from 0 to": {"seed": -1},
+    r"seed: expected a number from 0 to 2\^32 - 1; got 4294967296": {"seed": 2**32},
     "minibatches: expected a divisor of prompts_per_step = 4": {"minibatches": 3},
     "trainable: expected a regular expression": {"trainable": "("},
     "trainable='x' does not work with lora_rank": {"trainable": "x", "lora_rank": 2},
@@ -60,98 +81,18 @@ VALUES = {
     "entropy_coef=0.1 does not work": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
     "vllm_enable_sleep_mode=True has no effect without": {"vllm_enable_sleep_mode": True},
 }  # fmt: skip
+# All numbers have a bound, but `seed`, which may be any number.
+VALUES |= {
+    f"{name}: expected": {"beta": 0.1, "rollout": "vllm", name: -2}
+    for name, default in DEFAULTS.items()
+    if type(default) in (int, float) and name not in {"seed", *GRPOLossConfig.__dataclass_fields__}
+}
 
 
 @pytest.mark.parametrize("message", VALUES)
 def test_values_are_checked(message):
     with pytest.raises(ValueError, match=f"^{message}"):
         config_of(**VALUES[message])
-
-
-# But `seed`, which may be any number.
-NUMBERS = [
-    name for name, default in DEFAULTS.items()
-    if type(default) in (int, float) and name not in {"seed", *GRPOLossConfig.__dataclass_fields__}
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_have_bounds(name):
-    with pytest.raises(ValueError, match=f"{name}: expected"):
-        config_of(beta=0.1, rollout="vllm", **{name: -2})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    (
-        ({"trainable": "nothing"}, "trainable='nothing' matches no parameter"),
-        ({"rewards": ["nobody"]}, "rewards: expected some of answer, .*; got 'nobody'"),
-        ({"is_correction": "token_mask"}, "is_correction='token_mask' needs log-probs"),
-        ({"max_prompt_length": 1}, "max_prompt_length=1: every prompt is longer"),
-    ),
-)
-def test_what_does_not_fit_is_refused(options, message, tiny_model, tmp_path, real_memory):
-    with pytest.raises(ValueError, match=message):
-        trainer_of(trainer_runs.config_of(tiny_model, tmp_path, **options)).train()
-
-
-def test_processes_that_would_train_apart_are_refused(monkeypatch, tmp_path):
-    """Processes as torchrun starts them, which accelerate ignores on a CPU."""
-    config = config_of(output=str(tmp_path))
-    for value in ("", "1"):
-        monkeypatch.setenv("WORLD_SIZE", value)
-        assert make_accelerator(config).num_processes == 1
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"WORLD_SIZE=2, but .* one process: .*ACCELERATE_USE_CPU"):
-        make_accelerator(config)
-
-
-@pytest.mark.parametrize("kind", ("FSDP", "DEEPSPEED", "MEGATRON_LM"))
-def test_a_launch_that_shards_is_refused_before_a_model_is_loaded(kind, tmp_path, monkeypatch):
-    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
-    config = trainer_runs.config_of(tmp_path / "nowhere", tmp_path)
-    for call in (load_model, make_accelerator):
-        with pytest.raises(ValueError, match=f"ACCELERATE_USE_{kind} does .*FusedGRPOTrainer"):
-            call(config)
-
-
-def test_a_model_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(
-        OSError, match=r"model: .*nowhere' is not a folder with a model, and not on"
-    ):
-        load_model(trainer_runs.config_of(tmp_path / "nowhere", tmp_path))
-
-
-# Options of one's own
-
-
-@dataclass(frozen=True)
-class Own(TrainingConfig):
-    high: float = 1.0
-    """A number of one's own."""
-    way: Literal["x", 2] = "x"
-    """One of two."""
-    some: "list[int] | None" = None
-    """Numbers, or none."""
-    folders: tuple[Path, ...] = (Path("a"), Path("b"))
-    """Some folders."""
-    either: int | str = 0
-    """A number, or text."""
-    table: dict[str, int] = field(default_factory=dict)
-    """Numbers by name."""
-
-
-def test_options_of_ones_own(tmp_path):
-    config = Own(model="m", high=2, way=2, some=[1], either="x", steps=3)
-    assert (config.high, config.way, config.some, config.steps) == (2, 2, [1], 3)
-    told = config.as_json()
-    assert told == json.loads(json.dumps(told)) and told["folders"] == ["a", "b"]
-    path = tmp_path / "run.yaml"
-    path.write_text("model: m\nhigh: 0.5\nway: x\nsome: [3, 4]\nsteps: 5\n")
-    config = parse_config([str(path), "--either", "7"], kind=Own)
-    assert (config.high, config.way, config.some, config.either) == (0.5, "x", [3, 4], 7)
-    path.write_text("model: m\nsome: null\n")
-    assert parse_config([str(path)], kind=Own, some=[3]).some is None
 
 
 @pytest.mark.parametrize(
@@ -164,9 +105,9 @@ def test_options_of_ones_own(tmp_path):
         ("resume", 1, "expected bool; got 1"),
         ("output", 3, "expected str"),
         ("output", None, "expected str"),
-        ("dtype", "fp8", "expected one of 'mixed', 'fp32', 'bf16'; got"),
+        ("dtype", "fp8", r"expected one of 'mixed', 'fp32', 'bf16'; got"),
         ("high", "x", "expected float; got 'x'"),
-        ("way", "y", "expected one of 'x', 2; got 'y'"),
+        ("way", "y", r"expected one of 'x', 2; got 'y'"),
         ("some", ["x"], r"expected .*list\[int\].*; got \['x'\]"),
     ),
 )
@@ -175,38 +116,105 @@ def test_types_are_checked(option, value, message):
         Own(model="m", **{option: value})
 
 
-# Flags and files
+@pytest.mark.usefixtures("real_memory")
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    (
+        ({"model": "/nowhere"}, {}, r"model: .*nowhere' is not a folder with a model, and not on"),
+        ({"trainable": "nothing"}, {}, "trainable='nothing' matches no parameter"),
+        ({"rewards": ["nobody"]}, {}, "rewards: expected some of answer, .*; got 'nobody'"),
+        ({"is_correction": "token_mask"}, {}, "is_correction='token_mask' needs log-probs"),
+        ({"max_prompt_length": 1}, {}, "max_prompt_length=1: every prompt is longer"),
+        ({"rollout": "vllm"}, {}, "rollout: vllm is not installed: pip install"),
+        ({"rollout": "vllm", "vllm_enable_sleep_mode": True}, {},
+         "vllm_enable_sleep_mode: expected False on a CPU, .*; got True"),
+        ({"rollout": "vllm", "vllm_gpu_memory_utilization": 0.5}, {},
+         "vllm_gpu_memory_utilization: expected .* on a CPU, .*; got 0.5"),
+        # As torchrun starts processes, which accelerate ignores on a CPU.
+        ({}, {"WORLD_SIZE": "2"}, r"WORLD_SIZE=2, but .* one process: .*ACCELERATE_USE_CPU"),
+        *(({"model": "/nowhere"}, {f"ACCELERATE_USE_{kind}": "true"},
+           f"ACCELERATE_USE_{kind} does .*FusedGRPOTrainer")
+          for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")),
+    ),
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(options, environment, message, make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises((ValueError, OSError, ImportError), match=f"^{message}"):
+        make(**options)
 
 
-def test_flags_and_yaml(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: m\nlearning_rate: 1e-6\nstop: [</answer>]\nbeta: 0.04\nsteps: 7\n"
-                    "chat: true\nreplay_support: false\n")  # fmt: skip
-    config = parse_config([str(path), "--steps", "9", "--no_share_prompts"], output="n")
-    assert (config.model, config.learning_rate, config.stop) == ("m", 1e-6, ["</answer>"])
-    assert (config.beta, config.steps, config.output, config.share_prompts) == (0.04, 9, "n", False)
-    assert (config.chat, config.replay_support) == (True, False)
+def test_what_fits_is_not_refused(monkeypatch):
+    for value in ("", "1"):
+        monkeypatch.setenv("WORLD_SIZE", value)
+        assert make_accelerator(config_of()).num_processes == 1
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP"):
+        make_accelerator(config_of())
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    install(monkeypatch)
+    config = config_of(rollout="vllm", is_correction="token_truncate")
+    check_rollout(config, make_accelerator(config))  # its log-probs may correct
+    check_host(config_of(rollout="vllm", vllm_enable_sleep_mode=True), on_cpu=False)
 
 
 @pytest.mark.parametrize(
-    ("line", "name", "value"),
+    ("options", "rates"),
     (
-        ("ref_model: '0123456'", "ref_model", "0123456"),
-        ("ref_model: null", "ref_model", None),
-        ("scale_rewards: none", "scale_rewards", "none"),
-        ("stop: [no, '007', '']", "stop", ["no", "007", ""]),
-        ("reward_weights: [1, .5]", "reward_weights", [1.0, 0.5]),
-        ("steps: 1_000", "steps", 1000),
-        ("chat: yes", "chat", True),
-        ("beta: 1", "beta", 1.0),
-        ("loss_options: {epsilon: 1e-1}", "loss_options", {"epsilon": 0.1}),
+        ({}, [1.0, 1.0, 1.0, 1.0]),
+        ({"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0]),
+        ({"schedule": "linear"}, [1.0, 0.75, 0.5, 0.25]),
+        ({"schedule": "linear", "warmup_steps": 2}, [1 / 3, 2 / 3, 1.0, 0.5]),
+        ({"schedule": "cosine"}, [1.0, 0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5]),
     ),
+    ids=str,
 )
-def test_an_option_in_a_file_gets_what_is_written(line, name, value, tmp_path):
+def test_a_schedule_is_that_of_updates(options, rates):
+    config = config_of(steps=2, minibatches=2, learning_rate=1e-3, **options)
+    assert config.updates_per_step == 2
+    assert [1e3 * config.learning_rate_at(i) for i in range(4)] == pytest.approx(rates)
+
+
+# Flags and files
+
+
+def test_options_of_ones_own():
+    config = Own(model="m", high=2, way=2, some=[1], either="x", steps=3)
+    assert (config.high, config.way, config.some, config.steps) == (2, 2, [1], 3)
+    written = config.as_json()
+    assert written == json.loads(json.dumps(written)) and written["folders"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    (
+        ("learning_rate: 1e-6\nstop: [</answer>]\nsteps: 7", ["--steps", "9", "--no_share_prompts"],
+         {"learning_rate": 1e-6, "stop": ["</answer>"], "steps": 9, "share_prompts": False}),
+        ("chat: true\nreplay_support: false", [], {"chat": True, "replay_support": False}),
+        ("ref_model: '0123456'", [], {"ref_model": "0123456"}),
+        ("ref_model: null", [], {"ref_model": None}),
+        ("scale_rewards: none", [], {"scale_rewards": "none"}),
+        ("stop: [no, '007', '']", [], {"stop": ["no", "007", ""]}),
+        ("rewards: [answer, format]\nreward_weights: [1, .5]", [], {"reward_weights": [1.0, 0.5]}),
+        ("steps: 1_000\nchat: yes", [], {"steps": 1000, "chat": True}),
+        ("beta: 1", [], {"beta": 1.0, "output": "n"}),
+        ("loss_options: {epsilon: 1e-1}", [], {"loss_options": {"epsilon": 0.1}}),
+        ("", ["--model", "0123456", "--stop", "no", "007"],
+         {"model": "0123456", "stop": ["no", "007"]}),
+        ("", ["--top-k=3"], {"top_k": 3}),
+        ("high: 0.5\nway: x\nsome: [3, 4]\nsteps: 5", ["--either", "7"],
+         {"high": 0.5, "way": "x", "some": [3, 4], "steps": 5, "either": 7}),
+        ("some: null", [], {"some": None}),
+    ),
+)  # fmt: skip
+def test_an_option_gets_what_is_written(text, flags, expected, tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text(f"model: m\nrewards: [answer, format]\n{line}\n")
-    found = getattr(parse_config([str(path)], ref_model="r", beta=0.1), name)
-    assert found == value and type(found) is type(value)
+    path.write_text(f"model: m\n{text}\n")
+    defaults = {"output": "n", "beta": 0.1, "ref_model": "r", "some": [3]}
+    config = parse_config([str(path), *flags], kind=Own, **defaults)
+    for name, value in expected.items():
+        assert getattr(config, name) == value and type(getattr(config, name)) is type(value), name
 
 
 def test_a_run_has_a_file_of_its_options(tmp_path):
@@ -227,21 +235,7 @@ def test_a_revision_is_behind_the_name_of_a_model_on_the_hub(tmp_path):
         assert split_revision(model) == (model, {})
 
 
-def test_flags_are_texts_where_the_option_is_one():
-    config = parse_config(["--model", "0123456", "--stop", "no", "007"])
-    assert (config.model, config.stop) == ("0123456", ["no", "007"])
-    assert parse_config(["--model=m", "--top-k=3"]).top_k == 3
-
-
-def test_a_switch_that_turns_off_is_known(capsys):
-    exact = ["--model=m", "--kl_estimator=exact", "--beta=0.1", "--top_p=0.9"]
-    told = {"--no_replay_support or another kl_estimator": exact,
-            "did you mean --no_replay_support": ["--model=m", "--no_replay_suport"]}  # fmt: skip
-    for message, flags in told.items():
-        with pytest.raises(SystemExit):
-            parse_config(flags)
-        said = capsys.readouterr().err
-        assert message in said and "--no_replay_support does not exist" not in said
+NO_SUCH = f"--batch_size does not exist here. {command_line.ELSEWHERE['batch_size']}"
 
 
 @pytest.mark.parametrize(
@@ -258,18 +252,26 @@ def test_a_switch_that_turns_off_is_known(capsys):
         ("steps", [], ["Unexpected config: steps"]),
         (": {", [], ["Problems parsing config", "line 1"]),
         (None, [], ["File does not exist"]),
+        # A switch that turns off is known.
+        ("model: m", ["--kl_estimator=exact", "--beta=0.1", "--top_p=0.9"],
+         ["--no_replay_support or another kl_estimator"]),
+        ("model: m", ["--no_replay_suport"], ["did you mean --no_replay_support"]),
+        # Names that people bring.
+        ("model: m", ["--batch_size", "2"], [NO_SUCH]),
+        ("model: m", ["--batch-size=2"], [NO_SUCH]),
+        ("model: m\nbatch_size: 2", [], [NO_SUCH]),
     ),
-)
+)  # fmt: skip
 def test_what_is_not_understood_is_answered(text, flags, messages, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     if text is not None:
         path.write_text(text)
     with pytest.raises(SystemExit) as exit:
         parse_config([str(path), *flags])
-    said = capsys.readouterr().err
-    assert exit.value.code == 2 and len(said.splitlines()) < 25
-    for message in messages:
-        assert message in said
+    printed = capsys.readouterr().err
+    assert exit.value.code == 2 and len(printed.splitlines()) < 25
+    assert all(message in printed for message in messages)
+    assert "--no_replay_support does not exist" not in printed
 
 
 def test_an_option_that_nobody_has_is_no_default():
@@ -277,29 +279,40 @@ def test_an_option_that_nobody_has_is_no_default():
         parse_config([], modell="m")
 
 
+def test_options_of_elsewhere_are_none_of_ours():
+    page = (ROOT / "docs" / "training.md").read_text()
+    shown, quoted = re.search(r"^--(\w+) does not exist here\. (.*)$", page, re.M).groups()
+    assert quoted == command_line.ELSEWHERE[shown]
+    for name, instead in command_line.ELSEWHERE.items():
+        assert name not in TrainingConfig.__dataclass_fields__
+        assert set(re.findall(r"\w+", instead)) & {*TrainingConfig.__dataclass_fields__}, name
+
+
+# Groups of `--help`, each with one of its options.
+GROUPS = {
+    "Model": "lora_rank", "Data and rewards": "rewards", "Sampling": "temperature", "Loss": "beta",
+    "Updates": "learning_rate", "Logs and checkpoints": "save_every", "This command": "high",
+    "Options of some loss types only": "sapo_temperature_pos",
+}  # fmt: skip
+
+
 def test_every_option_is_explained_in_its_group(capsys):
     with pytest.raises(SystemExit):
         parse_config(["--help"], kind=Own)
-    said = capsys.readouterr().out
-    order = [
-        "Model", "Data and rewards", "Sampling", "Loss", "Updates", "Logs and checkpoints",
-        "This command", "Options of some loss types only",
-    ]  # fmt: skip
-    titles = re.findall(r"^(\S.*):$", said, re.MULTILINE)
-    assert titles == ["options", *order]
-    groups = dict(zip(titles, re.split(r"^\S.*:$", said, flags=re.MULTILINE)[1:], strict=True))
-    for title, name in zip(
-        order,
-        ("lora_rank", "rewards", "temperature", "beta", "learning_rate", "save_every", "high",
-         "sapo_temperature_pos"),
-        strict=True,
-    ):  # fmt: skip
-        assert f"--{name} " in groups[title], title
-    words = " ".join(said.split())
+    printed = capsys.readouterr().out
+    titles = re.findall(r"^(\S.*):$", printed, re.MULTILINE)
+    assert titles == ["options", *GROUPS]
+    texts = re.split(r"^\S.*:$", printed, flags=re.MULTILINE)[2:]
+    for text, (title, name) in zip(texts, GROUPS.items(), strict=True):
+        assert f"--{name} " in text, title
+    words = " ".join(printed.split())
     assert "Weight of the KL to the reference policy" in words
     for name in Own.__dataclass_fields__:
         explained = re.search(rf"--{name}\b[^-]*?(--no_{name} )?(\S.*?)\(type:", words)
         assert explained and len(explained[2].split()) >= 2, name
+
+
+# The command
 
 
 @pytest.mark.usefixtures("real_memory", "curves")
@@ -310,48 +323,23 @@ def test_the_command_trains_from_a_file(tiny_model, tmp_path):
     assert folder == tmp_path / "other" and len(trainer_runs.rows_of(folder)) == 1
 
 
-REWARDS = (
-    (["breif"], "rewards: expected some of answer, format, or module:function; got 'breif'"),
-    (["answer", "examples.problems:score"], "reward function score: .* its parameters .*entry"),
-    (["answer"], "there is no model here"),
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    (
+        (["breif"], "rewards: expected some of answer, format, or module:function; got 'breif'"),
+        (["answer", "examples.problems:score"], "reward function score: .* its parameters .*entry"),
+        (["answer"], "there is no model here"),
+    ),
 )
-
-
-@pytest.mark.parametrize(("rewards", "message"), REWARDS)
 def test_rewards_are_refused_before_a_model_is_loaded(rewards, message, tmp_path, monkeypatch):
     def load(config):
         raise OSError("there is no model here")
 
-    (tmp_path / "a.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 10)
     monkeypatch.setattr(training_command, "load_model", load)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 10)
+    flags = ["--model=m", f"--dataset={tmp_path}/a.jsonl", f"--output={tmp_path}/t"]
     with pytest.raises((ValueError, OSError), match=message):
-        training_command.main(
-            ["--model=m", f"--dataset={tmp_path}/a.jsonl", f"--output={tmp_path}/t", "--rewards",
-             *rewards, "--eval_size=0"]
-        )  # fmt: skip
-
-
-# vLLM
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), (("vllm_enable_sleep_mode", True), ("vllm_gpu_memory_utilization", 0.5))
-)
-def test_a_cpu_has_no_memory_to_share(name, value):
-    with pytest.raises(ValueError, match=f"{name}: expected .* on a CPU, .*; got"):
-        check_host(config_of(rollout="vllm", **{name: value}), on_cpu=True)
-
-
-def test_whether_vllm_is_installed_is_said_first(monkeypatch):
-    config = config_of(rollout="vllm", is_correction="token_truncate")
-    install(monkeypatch)
-    check_rollout(config, make_accelerator(config))  # its log-probs may correct
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match="rollout: vllm is not installed: pip install"):
-        load_model(config)
-
-
-# A missing extra
+        training_command.main([*flags, "--eval_size=0", "--rewards", *rewards])
 
 
 @pytest.mark.parametrize("missing", ("accelerate", "jsonargparse"))
@@ -383,26 +371,3 @@ def test_a_dtype_is_that_of_weights_and_gemms(dtype, weights, autocast, gemms, m
     for name in ("is_available", "is_bf16_supported"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     assert (ranks.mixed_precision(config), ranks.gemm_dtype(config)) == (autocast, gemms)
-
-
-# Names that people bring
-
-
-@pytest.mark.parametrize("flags", (["--batch_size", "2"], ["--batch-size=2"], None))
-def test_an_option_of_elsewhere_says_which_is_meant(flags, capsys, tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: m\nbatch_size: 2\n")
-    with pytest.raises(SystemExit) as status:
-        parse_config([str(path)] if flags is None else ["--model", "m", *flags])
-    assert status.value.code == 2
-    said = capsys.readouterr().err
-    assert f"--batch_size does not exist here. {command_line.ELSEWHERE['batch_size']}" in said
-
-
-def test_options_of_elsewhere_are_none_of_ours():
-    for name, instead in command_line.ELSEWHERE.items():
-        assert name not in TrainingConfig.__dataclass_fields__
-        assert set(re.findall(r"\w+", instead)) & {*TrainingConfig.__dataclass_fields__}, name
-    page = (ROOT / "docs" / "training.md").read_text()
-    name, quoted = re.search(r"^--(\w+) does not exist here\. (.*)$", page, re.M).groups()
-    assert quoted == command_line.ELSEWHERE[name]

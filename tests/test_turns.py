@@ -10,41 +10,42 @@ import pytest
 import torch
 
 from examples import tool_use
-from grpo_kernels.training import Completion, SamplingParams, Trainer, load_model, logs
+from grpo_kernels.training import Completion, SamplingParams, load_model, logs
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
-from tests.helpers.trainer_runs import FakeRollout, config_of, noise, rows_of, trainer_of
+from tests.helpers.trainer_runs import FakeRollout, config_of, rows_of, trainer_of, weights_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
 
 @pytest.mark.parametrize("ce_weight", (None, 0.5))
-def test_groups_of_equal_rewards_still_learn_to_predict(ce_weight, tiny_model, tmp_path):
+def test_groups_of_equal_rewards_still_learn_to_predict(ce_weight, make):
     """Advantages are 0, and the cross-entropy is not."""
-    trainer = trainer_of(
-        config_of(tiny_model, tmp_path, steps=1),
-        rollout=lambda _: FakeRollout((6,), turns=True, ce_weight=ce_weight),
+    trainer = make(
+        steps=1, rollout=lambda _: FakeRollout((6,), turns=True, ce_weight=ce_weight),
         rewards={"noise": lambda completions: [1.0] * len(completions)},
-    )
-    before = [p.detach().clone() for p in trainer.policy.parameters()]
+    )  # fmt: skip
+    before = weights_of(trainer)
     trainer.train()
-    after = trainer.policy.parameters()
-    moved = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    moved = any(not torch.equal(p, before[name]) for name, p in weights_of(trainer).items())
     assert moved == (ce_weight is not None)
 
 
-@pytest.mark.parametrize("by_tool", (0, 1))
-def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
+@pytest.mark.parametrize(
+    ("by_tool", "written", "paid"), ((0, "<answer>6</answer> it is", 1.0), (1, "so  it is", 0.0))
+)
+def test_what_is_judged_is_what_the_policy_wrote(by_tool, written, paid, tiny_model, tmp_path):
     """A tool, or the policy, says the answer; people and who asks for it see the whole."""
-    seen, written = [], ("<answer>6</answer> it is", "so  it is")[by_tool]
+    seen, whole = set(), "so <answer>6</answer> it is"
 
     def noted(completions, transcripts, completion_ids):
-        seen.extend(zip(completions, transcripts, map(len, completion_ids), strict=True))
+        seen.update(zip(completions, transcripts, map(len, completion_ids), strict=True))
         return [0.0] * len(completions)
 
-    options = {"rewards": ["answer", "format", "noted"], "steps": 1, "max_completion_length": 40,
-               "skip_untrained": False}  # fmt: skip
-    config = config_of(tiny_model, tmp_path, **options)
+    config = config_of(
+        tiny_model, tmp_path, rewards=["answer", "format", "noted"], steps=1,
+        max_completion_length=40, skip_untrained=False,
+    )  # fmt: skip
     problems = [{"prompt": f"{i}", "answer": "6"} for i in range(4)]
     model, tokenizer = load_model(config)
 
@@ -53,15 +54,12 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
         own = [x for i, part in enumerate(parts) for x in [i != by_tool] * len(part)]
         return [Completion(list(chain(*parts)), True, sampled=own)] * (len(prompts) * count)
 
-    trainer = Trainer(
-        config, model, tokenizer, problems, problems, rewards={"noted": noted},
-        rollout=lambda _: rollout,
-    )  # fmt: skip
-    folder = trainer.train()
-    whole = "so <answer>6</answer> it is"
-    assert set(seen) == {(written, whole, len(written))}
+    folder = trainer_of(
+        config, model, tokenizer, rewards={"noted": noted}, rollout=lambda _: rollout,
+        problems=(problems, problems),
+    ).train()  # fmt: skip
+    assert seen == {(written, whole, len(written))}
     (row,) = rows_of(folder)
-    paid = 0.0 if by_tool else 1.0
     assert (row["reward/answer"], row["accuracy"]) == (2 * paid, paid)
     assert row["completion_length"] == len(written) and row["tokens"] == 16 * len(written)
     assert row["reward/format"] == pytest.approx(0.4 * paid)
@@ -70,7 +68,7 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
     assert {(row["sampled"], row["correct"]) for row in rows[0]} == {(written, paid > 0)}
 
 
-def test_a_rollout_may_ask_for_the_problems(tiny_model, tmp_path):
+def test_a_rollout_may_ask_for_the_problems(make):
     """Runs the class that the page shows; problems that it changes are its copies."""
     page, there = (ROOT / "docs" / "training.md").read_text().split("## Turns and tools\n")[1], {}
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], there)
@@ -81,9 +79,8 @@ def test_a_rollout_may_ask_for_the_problems(tiny_model, tmp_path):
             problems[0]["facts"] = "changed"
             return done
 
-    config = config_of(tiny_model, tmp_path, max_completion_length=12, steps=1)
     problems = [{"prompt": f"{i}?", "facts": f"<{i}>."} for i in range(4)]
-    trainer, seen = Trainer(config, *load_model(config), problems, rewards={"noise": noise}), []
+    trainer, seen = make(max_completion_length=12, steps=1, problems=(problems, ())), []
     trainer.rollout = Changing(trainer.rollout, trainer.tokenizer)
     trainer.train(lambda row, samples: seen.append(samples))
     (samples,) = seen
@@ -156,6 +153,6 @@ def test_there_is_room_for_what_is_put_in(most):
     inner = Scripted(tokenizer, "<calc>8*17</calc>", *["<answer>136</answer>"] * 5)
     rollout = tool_use.WithCalculator(inner, tokenizer)
     (one,) = rollout([[65]], 1, SamplingParams(most, stop=("</answer>",)))
-    assert len(one.token_ids) <= most and len(one.sampled) == len(one.token_ids)
+    assert len(one.sampled) == len(one.token_ids) <= most
     # A result that the model cannot go on from is not put in.
     assert all(one.sampled) == (most <= 39)

@@ -1,15 +1,10 @@
 """Tiny models of the families that transformers has, and LoRA around them."""
 
 import torch
-import transformers
 
-from tests.helpers.tiny_models import V
+from tests.helpers import tiny_models
 
-COMMON = {
-    "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "bos_token_id": 0,
-    "eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 128,
-}  # fmt: skip
+COMMON = {**tiny_models.COMMON, "head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
            "moe_intermediate_size": 16}  # fmt: skip
 # id: (config class, what differs)
@@ -48,14 +43,7 @@ FAMILIES = {
 
 def family_model(family, **changed):
     name, options = FAMILIES[family]
-    config = getattr(transformers, name)(**COMMON | options | changed)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(4.0)
-    return model.eval()
+    return tiny_models.random_model(name, COMMON | options | changed, 4.0).float().eval()
 
 
 def llava():

@@ -22,32 +22,36 @@ FAMILIES = {
     ),
     "cohere": Family("CohereConfig", True, {"logit_scale": 0.5}),
     "granite": Family("GraniteConfig", True, {"logits_scaling": 4.0}),
-    "gpt2": Family("GPT2Config", True),
-}
+    "gpt2": Family("GPT2Config", True, {
+        "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    }),
+}  # fmt: skip
 V = 257
+COMMON = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 0,
+    "pad_token_id": 0, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 def make_model(family: str, **more):
+    kind = FAMILIES[family]
+    options = {**COMMON, "tie_word_embeddings": True, **(kind.options or {}), **more}
+    return random_model(kind.config, options, 5.0)
+
+
+def random_model(config: str, options: dict, scale: float):
+    """A model of the class, with weights larger than models begin with, so that words differ."""
     import transformers
 
-    kind = FAMILIES[family]
-    options = {
-        "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 0,
-        "pad_token_id": 0, "tie_word_embeddings": True, "max_position_embeddings": 128,
-    }  # fmt: skip
-    if family == "gpt2":
-        options = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128,
-                   "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0,
-                   "eos_token_id": 0, "pad_token_id": 0}  # fmt: skip
-    config = getattr(transformers, kind.config)(**{**options, **(kind.options or {}), **more})
     torch.manual_seed(0)
+    config = getattr(transformers, config)(**options)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    # Larger than models begin with, so that words differ.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter.mul_(5.0)
+                parameter.mul_(scale)
     return model
 
 

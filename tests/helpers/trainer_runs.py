@@ -78,30 +78,41 @@ def config_of(model, tmp_path, name="t", **options):
     return TrainingConfig(**{**defaults, **options})
 
 
-def trainer_of(config, *loaded, **options):
-    """A trainer of the model and tokenizer that the config names, or of others."""
-    train, held_out = load_problems(config)
+def trainer_of(config, *loaded, problems=None, **options):
+    """A trainer of the model, tokenizer and problems that the config names, or of others."""
+    train, held_out = load_problems(config) if problems is None else problems
     options = {"rewards": {"noise": noise}, **options}
     return Trainer(config, *(loaded or load_model(config)), train, held_out, **options)
+
+
+def trainer_with(model, tmp_path, /, *loaded, **options):
+    """A trainer from options of its config, and from what is the trainer's alone.
+
+    That are a rollout that is no name, a dict of rewards, `is_correct` and `problems`.
+    """
+    names = [n for n in ("rewards", "rollout", "is_correct", "problems") if n in options]
+    own = {n: options.pop(n) for n in names if not isinstance(options[n], (str, list))}
+    config = config_of(options.pop("model", model), tmp_path, **options)
+    return trainer_of(config, *loaded, **own)
+
+
+def same_for_any_ranks(policy):
+    """A rollout whose completions depend on their prompts alone."""
+    from tests.ranks.training_jobs import SameForAnyRanks
+
+    return SameForAnyRanks()
 
 
 # Two updates per step, of four micro-batches each.
 STEPS = {
     "steps": 3, "epochs_per_rollout": 2, "micro_batch_size": 4, "save_every": 1,
-    "skip_untrained": False, "learning_rate": 1e-3,
+    "skip_untrained": False, "learning_rate": 1e-3, "rollout": same_for_any_ranks,
 }  # fmt: skip
-
-
-def same_trainer_of(config, **options):
-    """A trainer on completions that depend on their prompts alone."""
-    from tests.ranks.training_jobs import SameForAnyRanks
-
-    return trainer_of(config, rollout=lambda _: SameForAnyRanks(), **options)
 
 
 def run(config, **options):
     """Trains on completions that depend on their prompts alone; returns the trainer."""
-    trainer = same_trainer_of(config, **options)
+    trainer = trainer_of(config, rollout=same_for_any_ranks, **options)
     trainer.train()
     return trainer
 
