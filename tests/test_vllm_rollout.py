@@ -193,18 +193,26 @@ def test_an_untried_version_is_told(version, warned, make, engine, capsys):
     assert (f"vLLM {version} is not tested" in told) is warned
 
 
-def test_an_engine_that_does_not_start_says_what_to_do(make, engine, monkeypatch):
-    def fails(self, **options):
-        raise ValueError(
-            "return_sampling_mask: sampling is not there" if "return_sampling_mask" in options
-            else "no memory left"
-        )  # fmt: skip
+WITHOUT_SETS = r"(?s)replay_support wants the sets .*--no_replay_support"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    (
+        (MASKS, "return_sampling_mask: sampling is not there", WITHOUT_SETS),
+        *((x, "no memory left", "(?s)left.*vllm_gpu_memory_utilization") for x in (MASKS, {})),
+        ({}, "no such sampling", "vLLM does not start: no such sampling$"),
+    ),
+)
+def test_an_engine_that_does_not_start_says_what_to_do(
+    options, error, message, make, engine, monkeypatch
+):
+    def fails(self, **_):
+        raise ValueError(error)
 
     monkeypatch.setattr(engine, "__init__", fails)
-    with pytest.raises(RolloutError, match=r"replay_support wants the sets .*--no_replay_support"):
-        make(**MASKS)
-    with pytest.raises(RolloutError, match=r"(?s)no memory left.*vllm_gpu_memory_utilization"):
-        make()
+    with pytest.raises(RolloutError, match=message):
+        make(**options)
 
 
 def test_a_cpu_has_the_cache_that_all_rows_need(model_folder):

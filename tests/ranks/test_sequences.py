@@ -10,7 +10,6 @@ from grpo_kernels import LMHead, gather_tokens, grpo_loss, linear_logprobs
 from tests.helpers.batches import (
     Result,
     assert_matches,
-    config,
     make_batch,
     packed,
     run_fused,
@@ -19,8 +18,22 @@ from tests.helpers.batches import (
 from tests.helpers.head_options import objective_options
 from tests.ranks.traffic import Traffic
 
-CONSTANTS = ("old_logps", "ref_logps", "sampling_logps", "ce_weights")
-PER_TOKEN = ("hidden", "targets", "mask", "temperature", *CONSTANTS)
+PER_TOKEN = (
+    "hidden", "targets", "mask", "temperature", "old_logps", "ref_logps", "sampling_logps",
+    "ce_weights",
+)  # fmt: skip
+HEAD = {"bias": True, "temperature": True}
+# Objectives that read neighbouring tokens in different ways.
+NAMES = ("everything", "gspo", "vespo", "top_entropy_bonus", "is_sequence_mask")
+LOSSES = {
+    **{name: objective_options(name) | {"head": HEAD} for name in NAMES},
+    "num_items": {"num_items": 40.0, "old_logps": True, "head": HEAD},
+    "cross-entropy": {"ce_weights": True, "old_logps": True, "head": HEAD},
+}
+
+
+def batch_of(name):
+    return with_cross_entropy(make_batch()) if name == "cross-entropy" else make_batch()
 
 
 def part_of(batch, index):
@@ -29,31 +42,22 @@ def part_of(batch, index):
     return replace(batch, **parts)
 
 
-def loss(part, options, cu_seqlens=None):
+def loss(part, name, cu_seqlens=None):
     """Scores this rank's tokens, joins those of all ranks, and computes the loss on every rank."""
-    options, group = dict(options), dist.group.WORLD
-    head = {name: getattr(part, name).clone().requires_grad_() for name in ("hidden", "weight")}
-    fields = options.pop("head", {})
-    if "bias" in fields:
-        head["bias"] = part.bias.clone().requires_grad_()
-    temperature = part.temperature if "temperature" in fields else 1.0
-    lm_head = LMHead(head["weight"], head.get("bias"), temperature=temperature)
-    scored = part.mask
-    if options.get("ce_weights"):
-        scored = part.mask | (part.ce_weights != 0)
-    local = linear_logprobs(head["hidden"], lm_head, part.targets, scored, entropy=True)
-    logps, entropy, mask = (
-        gather_tokens(x, group) for x in (local.logps, local.entropy, part.mask)
-    )
-    kwargs = {
-        name: gather_tokens(getattr(part, name), group)
-        for name in CONSTANTS if options.pop(name, False)
-    }  # fmt: skip
-    out = grpo_loss(
-        logps, part.advantages, mask, entropy=entropy, cu_seqlens=cu_seqlens, **kwargs, **options
-    )
+    leaves = {n: getattr(part, n).clone().requires_grad_() for n in ("hidden", "weight", "bias")}
+    hidden, *head = leaves.values()
+    scored = part.mask if part.ce_weights is None else part.mask | (part.ce_weights != 0)
+    lm_head = LMHead(*head, temperature=part.temperature)
+    local = linear_logprobs(hidden, lm_head, part.targets, scored, entropy=True)
+    options = {n: getattr(part, n) if x is True else x for n, x in LOSSES[name].items()}
+    options |= {"entropy": local.entropy, "logps": local.logps, "mask": part.mask}
+    for field, x in options.items():
+        if isinstance(x, torch.Tensor):
+            options[field] = gather_tokens(x, dist.group.WORLD)
+    del options["head"]
+    out = grpo_loss(advantages=part.advantages, cu_seqlens=cu_seqlens, **options)
     out.loss.backward()
-    gradients = {name: x.grad.double() for name, x in head.items()}
+    gradients = {n: x.grad.double() for n, x in leaves.items()}
     return Result(out.loss.detach(), out.metrics, local.logps.detach(), gradients)
 
 
@@ -64,33 +68,15 @@ def joined(results, dim=1):
         assert torch.equal(first.loss, other.loss)
         for name, value in first.metrics.items():
             assert torch.equal(value, other.metrics[name]), name
-    gradients = {name: sum(r.gradients[name] for r in results) for name in first.gradients
-                 if name != "hidden"}  # fmt: skip
+    gradients = {n: sum(r.gradients[n] for r in results) for n in ("weight", "bias")}
     gradients["hidden"] = torch.cat([r.gradients["hidden"] for r in results], dim)
-    gradients.setdefault("bias", None)
     return Result(first.loss, first.metrics, torch.cat([r.logps for r in results], dim), gradients)
 
 
-def batch_of(options):
-    return with_cross_entropy(make_batch()) if "ce_weights" in options else make_batch()
-
-
-def losses(cuts, cases):
+def losses(cuts):
     """This rank's result of every case: the whole loss, and its own part of the gradients."""
     columns = (slice(None), slice(*cuts[dist.get_rank() : dist.get_rank() + 2]))
-    return [loss(part_of(batch_of(options), columns), options) for options in cases]
-
-
-# Each objective that reads neighbouring tokens in a different way.
-LOSSES = [
-    *map(objective_options, ("on_policy", "everything", "gspo", "vespo", "top_entropy_bonus",
-                             "is_sequence_mask")),
-    *({"config": config(loss_type=kind), "old_logps": True}
-      for kind in ("grpo", "bnpo", "luspo", "dr_grpo")),
-    {"config": config(loss_type="dapo"), "num_items": 40.0},
-    {"config": config(entropy_coef=0.05), "old_logps": True, "head": {"temperature": True}},
-    {"ce_weights": True, "old_logps": True},
-]  # fmt: skip
+    return [loss(part_of(batch_of(name), columns), name) for name in LOSSES]
 
 
 # Nine tokens per sequence.
@@ -98,32 +84,31 @@ LOSSES = [
     "cuts", ((0, 4, 9), (0, 1, 9), (0, 9, 9)), ids=("halves", "uneven", "none")
 )
 def test_losses(ranks, cuts):
-    for options, *results in zip(LOSSES, *ranks(losses, cuts, LOSSES), strict=True):
-        expected = run_fused(batch_of(options), exact=True, scale=1.0, **options)
+    for name, *results in zip(LOSSES, *ranks(losses, cuts), strict=True):
+        expected = run_fused(batch_of(name), exact=True, scale=1.0, **LOSSES[name])
         assert_matches(joined(results), expected, 3e-5, logps=1e-4)
 
 
-def whole_sequences(options):
+def whole_sequences(name):
     """The same where every rank has sequences of its own, packed: the last one some tokens less."""
     batch, rank = make_batch(), dist.get_rank()
     local = part_of(batch, slice(2 * rank, 2 * rank + 2))
     flat = replace(packed(local), advantages=batch.advantages)
     counts = gather_tokens(flat.cu_seqlens.diff(), dist.group.WORLD)
-    return loss(flat, options, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+    return loss(flat, name, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
 
 @pytest.mark.parametrize("name", ("gspo", "everything"))
 def test_packed_sequences(ranks, name):
     """Ranks that have sequences of their own: the joined tokens are packed, too."""
-    options, batch = objective_options(name), make_batch()
-    actual = joined(ranks(whole_sequences, options), 0)
-    expected = run_fused(batch, exact=True, scale=1.0, **options)
+    batch = make_batch()
+    expected = run_fused(batch, exact=True, scale=1.0, **LOSSES[name])
     # Rows of the padded batch that are packed away have no gradient.
     ends = (batch.mask * torch.arange(1, 10)).amax(1)
     keep = torch.arange(9) < ends[:, None]
     expected.logps = expected.logps[keep]
     expected.gradients["hidden"] = expected.gradients["hidden"][keep]
-    assert_matches(actual, expected, 3e-5, logps=1e-4)
+    assert_matches(joined(ranks(whole_sequences, name), 0), expected, 3e-5, logps=1e-4)
 
 
 DTYPES = (
