@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import LlamaConfig
 
 from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.training import load_model
@@ -87,6 +88,8 @@ def gap(rollout, done):
 )
 def test_log_probs_are_those_of_the_policy_once_it_is_sent(sampling, options, make):
     rollout = make(**options)
+    assert rollout.why_gap == "float32"
+    assert "gpu_memory_utilization" not in rollout.llm.options  # on a CPU
     assert gap(rollout, sample(rollout, sampling)) > 0.01
     rollout.update_weights()
     weights = extension.names_and_weights(rollout.model)
@@ -215,13 +218,15 @@ def test_an_engine_that_does_not_start_says_what_to_do(
         make(**options)
 
 
-def test_a_cpu_has_the_cache_that_all_rows_need(model_folder):
+def test_a_cpu_has_the_cache_that_all_rows_need(tmp_path):
     """Two blocks of 32 for 40 tokens, one more, and a sequence more than there are."""
+    sizes = {"num_hidden_layers": 5, "num_key_value_heads": 3, "head_dim": 16}
+    LlamaConfig(**sizes).save_pretrained(tmp_path)
     lengths = {"max_prompt_length": 24, "max_completion_length": 16}
-    config = config_of(model_folder, "x", rollout="vllm", **lengths)
+    config = config_of(tmp_path, "x", rollout="vllm", **lengths)
     options = engine_options(config, 6, False)
-    # 2 layers of one head of 32 numbers, keys and values, 4 bytes each.
-    assert options["kv_cache_memory_bytes"] == 7 * 3 * 32 * (2 * 2 * 32 * 4)
+    # Keys and values of 5 layers with 3 heads of 16 numbers, 4 bytes each.
+    assert options["kv_cache_memory_bytes"] == 7 * 3 * 32 * (2 * 5 * 3 * 16 * 4)
     assert options["max_model_len"] == 40 and options["block_size"] == 32
     options = engine_options(config, 6, True)
     assert not {"kv_cache_memory_bytes", "revision"} & options.keys()
