@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[2]
 WORLD = 2
 # A collective that one rank does not enter; all of a job, its imports included.
 COLLECTIVE_S, JOB_S = 120, 300
+# Imported once, by the process that all ranks, and the runs of `faulty_runs`, are forked from.
+PRELOAD = ["tests.helpers.trainer_runs", "transformers.generation", "peft"]
 
 
 class RankFailed(AssertionError):
@@ -51,8 +53,9 @@ class Ranks:
     ) -> list:
         """The job's result on each rank."""
         if not self.pools:
-            spawn = multiprocessing.get_context("spawn")
-            self.pools = [ProcessPoolExecutor(1, spawn, set_up) for _ in range(self.world)]
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(PRELOAD)
+            self.pools = [ProcessPoolExecutor(1, context, set_up) for _ in range(self.world)]
             started = [pool.submit(os.getpid) for pool in self.pools]
             self.process_ids = [future.result() for future in started]
         self.jobs += 1
@@ -87,7 +90,9 @@ class Ranks:
 
 def set_up() -> None:
     """Has a rank compute with one thread, and leave when the tests are gone."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
 
     def leave() -> None:

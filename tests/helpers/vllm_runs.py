@@ -13,10 +13,18 @@ from tests.helpers.trainer_runs import config_of
 PROMPT = 140
 
 
-def vllm_model(folder, family="llama", *, tied=True):
-    """Saves a model with heads of 32, the smallest that vLLM has, and its tokenizer."""
+def vllm_model(folder, family="llama", *, tied=True, decided=False):
+    """Saves a model with heads of 32, the smallest that vLLM has, and its tokenizer.
+
+    With `decided` it has favourite tokens, the end of a completion among them.
+    """
     sizes = {"hidden_size": 64, "head_dim": 32, "max_position_embeddings": 512}
-    family_model(family, tie_word_embeddings=tied, **sizes).save_pretrained(folder)
+    model = family_model(family, tie_word_embeddings=tied, **sizes)
+    if decided:
+        head = model.get_output_embeddings().weight.data
+        head *= 3.0
+        head[0] *= 2.0
+    model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 

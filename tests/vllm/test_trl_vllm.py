@@ -93,7 +93,8 @@ def run_replayed(folder, **options):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(vllm_model(tmp_path_factory.mktemp("model"), "qwen3", tied=False))
+    folder = tmp_path_factory.mktemp("model")
+    return str(vllm_model(folder, "qwen3", tied=False, decided=True))
 
 
 def check(mine, theirs):
