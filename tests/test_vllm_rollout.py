@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import LlamaConfig
 
 from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.training import load_model
@@ -59,34 +60,48 @@ def sample(rollout, sampling=SAMPLING, count=4):
 
 
 @torch.no_grad()
-def logits_of(rollout, prompt, ids):
-    """[T, V], of the policy."""
-    logits = rollout.model(torch.tensor([[*prompt, *ids]])).logits[0]
+def logits_of(rollout, i, one):
+    """[T, V], of the policy for the completion `one` of prompt `i`."""
+    prompt = prompts_of(rollout)[i]
+    logits = rollout.model(torch.tensor([[*prompt, *one.token_ids]])).logits[0]
     return logits[len(prompt) - 1 : -1].float()
 
 
-def test_log_probs_are_those_of_the_policy_once_it_is_sent(make):
-    rollout = make()
+def gap(rollout, done):
+    """The largest one to the policy's log-probs, over the kept sets where there are some."""
+    gaps = []
+    for i, one in enumerate(done):
+        logits = logits_of(rollout, i // 4, one)
+        if one.support is not None:
+            sizes, kept = one.support.offsets.diff(), torch.zeros_like(logits, dtype=torch.bool)
+            rows = torch.arange(len(sizes)).repeat_interleave(sizes)
+            kept[rows, one.support.token_ids.long()] = True
+            assert torch.equal(kept.sum(1), sizes) and 1 <= sizes.min() <= sizes.max() <= 20
+            logits = logits.masked_fill(~kept, -torch.inf)
+        logps = logits.log_softmax(-1)[range(len(one.token_ids)), one.token_ids]
+        gaps.append(float((torch.tensor(one.logps) - logps).abs().max()))
+    return max(gaps)
 
-    def gap(done):
-        gaps = []
-        for i, one in enumerate(done):
-            logps = logits_of(rollout, prompts_of(rollout)[i // 4], one.token_ids).log_softmax(-1)
-            mine = logps.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
-            gaps.append(float((torch.tensor(one.logps) - mine).abs().max()))
-        return max(gaps)
 
-    assert gap(sample(rollout)) > 0.01
+@pytest.mark.parametrize(
+    ("sampling", "options"), ((SAMPLING, {}), (MASKED, MASKS)), ids=("all ids", "kept sets")
+)
+def test_log_probs_are_those_of_the_policy_once_it_is_sent(sampling, options, make):
+    rollout = make(**options)
+    assert rollout.why_gap == "float32"
+    assert "gpu_memory_utilization" not in rollout.llm.options  # on a CPU
+    assert gap(rollout, sample(rollout, sampling)) > 0.01
     rollout.update_weights()
     weights = extension.names_and_weights(rollout.model)
     assert rollout.llm.worker.loads == [{name: list(weight.shape) for name, weight in weights}]
-    done = sample(rollout)
-    assert gap(done) < 1e-4 and len({tuple(one.token_ids) for one in done}) == 12
-    assert all(one.ended is (one.token_ids[-1] == 0) and one.support is None for one in done)
+    done = sample(rollout, sampling)
+    assert gap(rollout, done) < 1e-4 and len({tuple(one.token_ids) for one in done}) == 12
+    assert all(one.ended is (one.token_ids[-1] == 0) for one in done)
+    assert all((one.support is None) is (sampling is SAMPLING) for one in done)
     # Again the same seeds, and all of vLLM's parameters are said.
-    assert [one.token_ids for one in sample(rollout)] == [one.token_ids for one in done]
-    asked = rollout.llm.asked[-1]
-    assert (asked.repetition_penalty, asked.min_tokens, asked.ignore_eos) == (1.0, 0, True)
+    assert [one.token_ids for one in sample(rollout, sampling)] == [one.token_ids for one in done]
+    params = rollout.llm.asked[-1]
+    assert (params.repetition_penalty, params.min_tokens, params.ignore_eos) == (1.0, 0, True)
 
 
 @pytest.mark.parametrize(("sampling", "options"), ((SAMPLING, {}), (MASKED, MASKS)))
@@ -98,8 +113,8 @@ def test_the_likeliest_completion_is_repeated(sampling, options, make):
     assert len(done) == 6 and done[::2] == done[1::2]
     assert all(one.logps is None and one.support is None for one in done)
     assert {p.temperature for p in rollout.llm.asked} == {1.0 if options else 0.0}
-    for prompt, one in zip(prompts_of(rollout), done[::2], strict=True):
-        assert one.token_ids == logits_of(rollout, prompt, one.token_ids).argmax(-1).tolist()
+    for i, one in enumerate(done[::2]):
+        assert one.token_ids == logits_of(rollout, i, one).argmax(-1).tolist()
 
 
 def test_stop_strings_cut_log_probs_too(make):
@@ -129,20 +144,6 @@ def test_a_completion_ends_where_the_engine_says_so(make, engine, monkeypatch):
     monkeypatch.setattr(engine, "_output", stopped)
     sampling = replace(SAMPLING, stop=("</x>",))
     assert all(one.ended for one in sample(rollout, sampling))
-
-
-def test_kept_sets_reach_the_completions(make):
-    rollout = make(**MASKS)
-    rollout.update_weights()
-    for i, one in enumerate(sample(rollout, MASKED)):
-        prompt = prompts_of(rollout)[i // 4]
-        logits, ids, offsets = logits_of(rollout, prompt, one.token_ids), *one.support
-        assert len(offsets) == len(one.token_ids) + 1 and len(one.logps) == len(one.token_ids)
-        for t, token in enumerate(one.token_ids):
-            kept = ids[offsets[t] : offsets[t + 1]].long()
-            assert token in kept and 1 <= len(set(kept.tolist())) == len(kept) <= 20
-            logp = float(logits[t, kept].log_softmax(-1)[kept == token])
-            assert one.logps[t] == pytest.approx(logp, abs=1e-4)
 
 
 def test_weights_that_do_not_arrive_end_the_run(make, monkeypatch):
@@ -195,27 +196,37 @@ def test_an_untried_version_is_told(version, warned, make, engine, capsys):
     assert (f"vLLM {version} is not tested" in told) is warned
 
 
-def test_an_engine_that_does_not_start_says_what_to_do(make, engine, monkeypatch):
-    def fails(self, **options):
-        raise ValueError(
-            "return_sampling_mask: sampling is not there" if "return_sampling_mask" in options
-            else "no memory left"
-        )  # fmt: skip
+WITHOUT_SETS = r"(?s)replay_support wants the sets .*--no_replay_support"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    (
+        (MASKS, "return_sampling_mask: sampling is not there", WITHOUT_SETS),
+        *((x, "no memory left", "(?s)left.*vllm_gpu_memory_utilization") for x in (MASKS, {})),
+        ({}, "no such sampling", "vLLM does not start: no such sampling$"),
+    ),
+)
+def test_an_engine_that_does_not_start_says_what_to_do(
+    options, error, message, make, engine, monkeypatch
+):
+    def fails(self, **_):
+        raise ValueError(error)
 
     monkeypatch.setattr(engine, "__init__", fails)
-    with pytest.raises(RolloutError, match=r"replay_support wants the sets .*--no_replay_support"):
-        make(**MASKS)
-    with pytest.raises(RolloutError, match=r"(?s)no memory left.*vllm_gpu_memory_utilization"):
-        make()
+    with pytest.raises(RolloutError, match=message):
+        make(**options)
 
 
-def test_a_cpu_has_the_cache_that_all_rows_need(model_folder):
+def test_a_cpu_has_the_cache_that_all_rows_need(tmp_path):
     """Two blocks of 32 for 40 tokens, one more, and a sequence more than there are."""
+    sizes = {"num_hidden_layers": 5, "num_key_value_heads": 3, "head_dim": 16}
+    LlamaConfig(**sizes).save_pretrained(tmp_path)
     lengths = {"max_prompt_length": 24, "max_completion_length": 16}
-    config = config_of(model_folder, "x", rollout="vllm", **lengths)
+    config = config_of(tmp_path, "x", rollout="vllm", **lengths)
     options = engine_options(config, 6, False)
-    # 2 layers of one head of 32 numbers, keys and values, 4 bytes each.
-    assert options["kv_cache_memory_bytes"] == 7 * 3 * 32 * (2 * 2 * 32 * 4)
+    # Keys and values of 5 layers with 3 heads of 16 numbers, 4 bytes each.
+    assert options["kv_cache_memory_bytes"] == 7 * 3 * 32 * (2 * 5 * 3 * 16 * 4)
     assert options["max_model_len"] == 40 and options["block_size"] == 32
     options = engine_options(config, 6, True)
     assert not {"kv_cache_memory_bytes", "revision"} & options.keys()

@@ -25,21 +25,19 @@ pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
 
 class CopyRollout:
-    """Says the log-probs of tokens under a copy of the policy, which is renewed when told."""
+    """Says the log-probs of tokens under a copy of the policy, renewed by `update_weights`."""
 
     why_gap = "float32"
 
     def __init__(self, policy):
-        self.model = policy.model
-        self.copy = copy.deepcopy(self.model).requires_grad_(False)
-        with torch.no_grad():
-            for parameter in self.copy.parameters():
-                parameter.zero_()
-        self.events, self.deaf = [], False
+        self.model, self.copy = policy.model, copy.deepcopy(policy.model).requires_grad_(False)
+        for parameter in self.copy.parameters():
+            parameter.zero_()
+        self.events, self.is_stale = [], False
 
     def update_weights(self):
         self.events.append("sync")
-        if not self.deaf:
+        if not self.is_stale:
             self.copy.load_state_dict(self.model.state_dict())
 
     def __call__(self, prompts, count, sampling):
@@ -55,10 +53,10 @@ class CopyRollout:
     @torch.no_grad()
     def logps(self, prompt, ids):
         logits = self.copy(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        return logits.log_softmax(-1)[range(len(ids)), ids].tolist()
 
 
-class HandsOn:
+class Wrapper:
     """A rollout around another one, whose attributes seem to be its own."""
 
     def __init__(self, rollout):
@@ -71,12 +69,12 @@ class HandsOn:
         return self.rollout(*args)
 
 
-def of_copy(config, wrapped=False, **options):
+def with_copy(config, wrapped=False, **options):
     """A trainer and its rollout."""
     trainer = trainer_of(config, rollout=CopyRollout, **options)
     rollout = trainer.sampler.rollout
     if wrapped:
-        trainer.rollout = HandsOn(rollout)
+        trainer.rollout = Wrapper(rollout)
     return trainer, rollout
 
 
@@ -85,7 +83,7 @@ def test_weights_are_sent_once_before_the_next_completions(tiny_model, tmp_path)
         tiny_model, tmp_path, eval_size=4, eval_every=2, steps=3, minibatches=2,
         epochs_per_rollout=2,
     )  # fmt: skip
-    trainer, rollout = of_copy(config, wrapped=True)
+    trainer, rollout = with_copy(config, wrapped=True)
     rows = rows_of(trainer.train())
     assert rollout.events == [
         "sync", "answer", "sample",
@@ -99,16 +97,16 @@ def test_weights_are_sent_once_before_the_next_completions(tiny_model, tmp_path)
 
 def test_weights_are_sent_after_a_checkpoint_was_loaded(tiny_model, tmp_path):
     """Also where the sampler had some, which are no longer those of the policy."""
-    whole, _ = of_copy(config_of(tiny_model, tmp_path, name="whole", steps=3))
-    of_copy(config_of(tiny_model, tmp_path, steps=2))[0].train()
-    trainer, rollout = of_copy(config_of(tiny_model, tmp_path, steps=3, resume=True))
+    whole, _ = with_copy(config_of(tiny_model, tmp_path, name="whole", steps=3))
+    with_copy(config_of(tiny_model, tmp_path, steps=2))[0].train()
+    trainer, rollout = with_copy(config_of(tiny_model, tmp_path, steps=3, resume=True))
     trainer.sampler.update_weights()
     assert rows_of(trainer.train()) == rows_of(whole.train())
     assert rollout.events == ["sync", "sync", "sample"]
 
 
 def test_a_rollout_that_takes_the_place_of_another_gets_the_weights(tiny_model, tmp_path):
-    trainer, first = of_copy(config_of(tiny_model, tmp_path))
+    trainer, first = with_copy(config_of(tiny_model, tmp_path))
     trainer.sampler.update_weights()
     trainer.rollout = second = CopyRollout(trainer.policy)
     trainer.sampler.update_weights()
@@ -122,7 +120,7 @@ def test_a_rollout_that_takes_the_place_of_another_gets_the_weights(tiny_model, 
 def test_steps_without_a_gradient_have_the_gap_too(skip, tiny_model, tmp_path):
     equal = {"noise": lambda prompts, completions, **_: [1.0] * len(completions)}
     config = config_of(tiny_model, tmp_path, skip_untrained=skip, micro_batch_size=5)
-    trainer, _ = of_copy(config, rewards=equal)
+    trainer, _ = with_copy(config, rewards=equal)
     before = weights_of(trainer)
     rows = rows_of(trainer.train())
     assert all(row["groups_equal"] == 1 and row["sampler_gap"] < 1e-5 for row in rows)
@@ -132,12 +130,12 @@ def test_steps_without_a_gradient_have_the_gap_too(skip, tiny_model, tmp_path):
 
 def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, steps=4)
-    trainer, rollout = of_copy(config, wrapped=True)
+    trainer, rollout = with_copy(config, wrapped=True)
     kept = []
 
     def after(row, samples):
         kept.append(weights_of(trainer))
-        rollout.deaf = len(kept) == 2
+        rollout.is_stale = len(kept) == 2
 
     with pytest.raises(RolloutError, match=r"sampler_gap: .* on average.* explains 0\.0001 "):
         trainer.train(after)
@@ -147,8 +145,8 @@ def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
         assert_same_weights(kept[0], kept[1])
     assert latest(config.folder).name == "step-000002"
     # A sampler that does not explain itself is not stopped.
-    trainer, rollout = of_copy(config_of(tiny_model, tmp_path, name="u"))
-    rollout.deaf, rollout.why_gap = True, None
+    trainer, rollout = with_copy(config_of(tiny_model, tmp_path, name="u"))
+    rollout.is_stale, rollout.why_gap = True, None
     rows = rows_of(trainer.train())
     assert all(row["sampler_gap_max"] > row["sampler_gap"] > 0.03 for row in rows)
 
@@ -158,13 +156,12 @@ def test_the_gap_is_of_tokens_that_the_policy_sampled(tiny_model, tmp_path):
 
     class WithTool(CopyRollout):
         def __call__(self, *args):
-            done = super().__call__(*args)
-            own = [[t % 2 == 0 for t in range(len(one.token_ids))] for one in done]
-            return [
-                replace(one, sampled=mine, logps=[x if m else -50.0 for x, m in zip(
-                    one.logps, mine, strict=True)])
-                for one, mine in zip(done, own, strict=True)
-            ]  # fmt: skip
+            done = []
+            for one in super().__call__(*args):
+                sampled = [t % 2 == 0 for t in range(len(one.logps))]
+                logps = [x if t % 2 == 0 else -50.0 for t, x in enumerate(one.logps)]
+                done.append(replace(one, sampled=sampled, logps=logps))
+            return done
 
     config = config_of(tiny_model, tmp_path, is_correction="token_truncate")
     rows = rows_of(trainer_of(config, rollout=WithTool).train())

@@ -149,7 +149,7 @@ def introduction(
     policy = accelerator.unwrap_model(policy)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     yield (
-        f"{config.model} on {accelerator.num_processes} x {accelerator.device}: "
+        f"{config.model} on {accelerator.num_processes} x {accelerator.device.type}: "
         f"{trained / 1e6:,.1f}M trained parameters; {problems:,} problems to train on, "
         f"{held_out:,} held out; results in {config.folder}/"
     )

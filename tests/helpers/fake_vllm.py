@@ -1,6 +1,5 @@
 """A small engine with what is used of `vllm.LLM`, which samples by a model of its own."""
 
-import copy
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -27,9 +26,9 @@ class Worker(WorkerExtension):
         self.loads = []
 
     def reload_weights(self, weights_iterator):
-        given = dict(weights_iterator)
-        self.loads.append({name: list(w.shape) for name, w in given.items()})
-        missing, unknown = self.model.load_state_dict(given, strict=False)
+        weights = dict(weights_iterator)
+        self.loads.append({name: list(w.shape) for name, w in weights.items()})
+        missing, unknown = self.model.load_state_dict(weights, strict=False)
         self.model.tie_weights()
         assert not unknown and set(missing) <= {"lm_head.weight"}
 
@@ -44,49 +43,38 @@ class LLM:
         LLM.made.append(self)
 
     def collective_rpc(self, method, args=()):
-        found = getattr(self.worker, method)(*args)
-        return [{**found, **LLM.about} if method == "grpo_kernels_about" else found]
+        answer = getattr(self.worker, method)(*args)
+        return [{**answer, **LLM.about} if method == "grpo_kernels_about" else answer]
 
     def reset_prefix_cache(self):
         return True
 
-    @torch.no_grad()
     def generate(self, inputs, params, use_tqdm):
         self.asked += params
-        return [
-            SimpleNamespace(outputs=self._outputs(one["prompt_token_ids"], p))
-            for one, p in zip(inputs, params, strict=True)
-        ]
+        done = []
+        for one, p in zip(inputs, params, strict=True):
+            draw = torch.Generator().manual_seed(p.seed)
+            outputs = [self._output(one["prompt_token_ids"], p, draw) for _ in range(p.n)]
+            done.append(SimpleNamespace(outputs=outputs))
+        return done
 
-    def _outputs(self, prompt, p):
-        draw = torch.Generator().manual_seed(p.seed)
-        return [self._output(prompt, p, draw) for _ in range(p.n)]
-
+    @torch.no_grad()
     def _output(self, prompt, p, draw):
         ids, logps, kept = [], [], []
-        for _ in range(p.max_tokens):
+        while len(ids) < p.max_tokens and not set(ids) & set(p.stop_token_ids):
             logits = self.worker.model(torch.tensor([[*prompt, *ids]])).logits[0, -1].float()
-            logits = logits / (p.temperature or 1.0)
-            order = logits.argsort(descending=True)
-            before = logits[order].softmax(0).cumsum(0).roll(1)
-            before[0] = 0.0
-            some = order[: p.top_k or len(order)]
-            some = some[before[: len(some)] < p.top_p]
-            log_p = logits[some].log_softmax(0)
-            greedy = p.temperature == 0 or p.top_k == 1
-            place = 0 if greedy else int(log_p.exp().multinomial(1, generator=draw))
-            ids.append(int(some[place]))
-            logps.append({ids[-1]: SimpleNamespace(logprob=float(log_p[place]))})
-            kept.append(some.tolist())
-            if ids[-1] in p.stop_token_ids:
-                break
-        mask = (
-            SimpleNamespace(token_ids=kept)
-            if self.worker.model_config.return_sampling_mask
-            else None
-        )
+            probs, order = (logits / (p.temperature or 1.0)).softmax(0).sort(descending=True)
+            count = int((probs.cumsum(0) - probs < p.top_p).sum())
+            probs = probs[: min(count, p.top_k or count)]
+            place = 0 if p.temperature == 0 else int(probs.multinomial(1, generator=draw))
+            ids.append(int(order[place]))
+            logp = float((probs[place] / probs.sum()).log())
+            logps.append({ids[-1]: SimpleNamespace(logprob=logp)})
+            kept.append(order[: len(probs)].tolist())
+        masks = self.worker.model_config.return_sampling_mask
         return SimpleNamespace(
-            token_ids=ids, logprobs=None if p.logprobs is None else logps, sampling_mask=mask,
+            token_ids=ids, logprobs=None if p.logprobs is None else logps,
+            sampling_mask=SimpleNamespace(token_ids=kept) if masks else None,
             stop_reason=ids[-1] if ids[-1] in p.stop_token_ids else None,
         )  # fmt: skip
 
@@ -94,8 +82,8 @@ class LLM:
 def install(monkeypatch):
     """The engine in the place of vLLM; returns its class."""
     module = ModuleType("vllm")
-    module.__version__, module.LLM, module.__spec__ = VERSION, LLM, ModuleSpec("vllm", None)
-    module.SamplingParams = lambda **options: SimpleNamespace(**copy.deepcopy(options))
+    module.__version__, module.__spec__ = VERSION, ModuleSpec("vllm", None)
+    module.LLM, module.SamplingParams = LLM, SimpleNamespace
     monkeypatch.setattr(LLM, "about", {})
     monkeypatch.setattr(LLM, "made", [])
     monkeypatch.setitem(sys.modules, "vllm", module)

@@ -1,29 +1,29 @@
 """Processes, mostly two, that run jobs together by gloo, and the one place where they end.
 
-A job is a function of an importable module. Both ranks call it with the same arguments, in a
+A job is a function, or `module:name` of one. All ranks call it with the same arguments, in a
 process group that is made for it and destroyed after it, and what each returns comes back:
 
-    first, second = ranks("tests.ranks.head_jobs:gradients_of_half", "ddp")
+    first, second = ranks(gradients_of_half, "ddp")
 
 The ranks are started once and run one job after the other, as most of a job's time would be its
 imports. Nothing of one job is left to the next: neither the group, nor accelerate's state, nor the
-environment. After a job that failed or hung, the next one gets new ranks.
-
-No port is used: the ranks meet in a file and hear from the test through a pipe.
+environment. After a job that failed or hung, the next one gets new ranks. No port is used.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
+import multiprocessing
 import os
 import pickle
-import subprocess
+import pkgutil
+import signal
 import sys
-import time
-import traceback
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ ROOT = Path(__file__).parents[2]
 WORLD = 2
 # A collective that one rank does not enter; all of a job, its imports included.
 COLLECTIVE_S, JOB_S = 120, 300
+# Imported once, by the process that all ranks, and the runs of `faulty_runs`, are forked from.
+PRELOAD = ["tests.helpers.trainer_runs", "transformers.generation", "peft"]
 
 
 class RankFailed(AssertionError):
-    """A rank that raised, died or hung, with what it printed."""
+    """A rank that raised, died or hung."""
 
 
 class Ranks:
@@ -42,103 +44,69 @@ class Ranks:
 
     def __init__(self, folder: Path, world: int = WORLD) -> None:
         self.folder, self.world = folder, world
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.pipes: list[connection.Connection] = []
-        self.logs: list[Path] = []
-        self.jobs = self.starts = 0
+        self.pools: list[ProcessPoolExecutor] = []
+        self.process_ids: list[int] = []
+        self.jobs = 0
 
-    def __call__(self, job: str, *args: Any, environment: dict[str, str] | None = None) -> list:
+    def __call__(
+        self, job: Callable | str, *args: Any, environment: dict[str, str] | None = None
+    ) -> list:
         """The job's result on each rank."""
-        if not self.processes:
-            self._start()
+        if not self.pools:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(PRELOAD)
+            self.pools = [ProcessPoolExecutor(1, context, set_up) for _ in range(self.world)]
+            started = [pool.submit(os.getpid) for pool in self.pools]
+            self.process_ids = [future.result() for future in started]
         self.jobs += 1
-        store = str(self.folder / f"store-{self.jobs}")
-        try:
-            for pipe in self.pipes:
-                pipe.send_bytes(pickle.dumps((job, args, environment or {}, store, self.world)))
-            return self._answers(time.monotonic() + JOB_S)
-        except BaseException:
-            self._kill()
-            raise
+        # As bytes, which are imports and tensors of the rank alone.
+        work = pickle.dumps((job, args, environment or {}))
+        store = str(self.folder / f"store-{self.world}-{self.jobs}")
+        results = [
+            pool.submit(run, work, store, rank, self.world) for rank, pool in enumerate(self.pools)
+        ]
+        done, hung = wait(results, JOB_S, FIRST_EXCEPTION)
+        errors = {results.index(x): error for x in done if (error := x.exception())}
+        if errors or hung:
+            self.close()
+            raise RankFailed(f"by rank: {errors or 'it hangs'}") from next(
+                iter(errors.values()), None
+            )
+        return [pickle.loads(result.result()) for result in results]
 
-    def close(self) -> list[int]:
-        """Lets them leave; their exit statuses, which must be 0."""
-        for pipe in self.pipes:
-            pipe.close()
-        try:
-            return [process.wait(COLLECTIVE_S) for process in self.processes]
-        except subprocess.TimeoutExpired as hung:
-            raise RankFailed(f"a rank does not leave{self.printed()}") from hung
-        finally:
-            self._kill()
+    def close(self) -> None:
+        """Ends them here and now, without the interpreter's own end.
 
-    def _start(self) -> None:
-        self.starts += 1
-        self.logs = [self.folder / f"rank-{self.starts}-{rank}.log" for rank in range(self.world)]
-        for rank, log in enumerate(self.logs):
-            ours, theirs = connection.Pipe()
-            command = [sys.executable, "-m", "tests.helpers.ranks", str(theirs.fileno()), str(rank)]
-            with log.open("wb") as file, theirs:
-                process = subprocess.Popen(
-                    command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
-                    pass_fds=[theirs.fileno()], env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )  # fmt: skip
-            self.processes.append(process)
-            self.pipes.append(ours)
-
-    def _answers(self, deadline: float) -> list:
-        answers: dict[int, Any] = {}
-        while len(answers) < self.world:
-            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
-            ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise RankFailed(f"ranks {sorted(waiting.values())} hang{self.printed()}")
-            for pipe in ready:
-                rank = waiting[pipe]
-                try:
-                    error, answers[rank] = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionError) as died:
-                    status = self.processes[rank].wait()
-                    raise RankFailed(f"rank {rank} died, {status}{self.printed()}") from died
-                if error:
-                    raise RankFailed(f"rank {rank}: {error}{self.printed()}")
-        return [answers[rank] for rank in range(self.world)]
-
-    def printed(self) -> str:
-        """The end of what each rank has printed."""
-        texts = (log.read_text(errors="replace")[-4000:] for log in self.logs)
-        return "".join(f"\n--- printed by rank {rank}\n{text}" for rank, text in enumerate(texts))
-
-    def _kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        for pipe in self.pipes:
-            pipe.close()
-        self.processes, self.pipes = [], []
+        A thread of gloo that needs the interpreter's lock while the interpreter ends would abort:
+        destroying the group waits for its threads only if nothing else refers to it.
+        """
+        for process_id in self.process_ids:
+            with suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        for pool in self.pools:
+            pool.shutdown()
+        self.pools, self.process_ids = [], []
 
 
-def serve(pipe: connection.Connection, rank: int) -> None:
-    """A rank: runs jobs until the other end of the pipe is closed."""
-    while True:
-        try:
-            job, args, environment, store, world = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        try:
-            answer = None, run(job, args, environment, store, rank, world)
-        except BaseException:
-            answer = traceback.format_exc(), None
-        pipe.send_bytes(pickle.dumps(answer))
+def set_up() -> None:
+    """Has a rank compute with one thread, and leave when the tests are gone."""
+    import torch
+
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+
+    def leave() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=leave, daemon=True).start()
 
 
-def run(
-    job: str, args: tuple, environment: dict[str, str], store: str, rank: int, world: int
-) -> Any:
-    """The job in a group of its own."""
+def run(work: bytes, store: str, rank: int, world: int) -> bytes:
+    """Runs the job in a group of its own."""
     import torch.distributed as dist
 
-    module, name = job.split(":")
+    job, args, environment = pickle.loads(work)
     before = dict(os.environ)
     # Launchers set these. Nobody listens at the port: accelerate uses the existing group.
     os.environ.update(
@@ -150,11 +118,11 @@ def run(
         timeout=timedelta(seconds=COLLECTIVE_S),
     )  # fmt: skip
     try:
-        call = getattr(importlib.import_module(module), name)
+        call = pkgutil.resolve_name(job) if isinstance(job, str) else job
         gc.freeze()  # what is imported, which `end_group` then need not look at
         answer = call(*args)
         end_group()
-        return answer
+        return pickle.dumps(answer)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -181,23 +149,3 @@ def end_group() -> None:
         theirs.comm.cdb = None
     else:
         dist.destroy_process_group()
-
-
-def leave(status: int) -> None:
-    """Ends this process here and now, without the interpreter's own end.
-
-    A thread of gloo that needs the interpreter's lock while the interpreter ends (for the callback
-    of a collective, or to let go of a Python object) is ended inside C++ code, and the process
-    aborts: "terminate called without an active exception". Destroying the group waits for its
-    threads, but only if nothing else refers to it: a device mesh or a wrapper in a cycle of
-    references does. Without the interpreter's end there is nothing to trip over, and what a rank
-    had to say it has said.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-if __name__ == "__main__":
-    serve(connection.Connection(int(sys.argv[1])), int(sys.argv[2]))
-    leave(0)

@@ -69,6 +69,23 @@ class FakeRollout:
         return done
 
 
+class SameForAnyRanks:
+    """Completions that depend on their prompt alone, so that any number of ranks sees the same."""
+
+    def __call__(self, prompts, count, sampling):
+        done = []
+        for prompt in prompts:
+            draw = random.Random(str(prompt))
+            for _ in range(count):
+                length = draw.randrange(1, sampling.max_new_tokens + 1)
+                ids = [draw.randrange(33, 90) for _ in range(length)]
+                # Some from the whole vocabulary.
+                says = sampling.record_support and draw.random() < 0.7
+                support = support_around(ids, draw) if says else None
+                done.append(Completion(ids, True, support=support))
+        return done
+
+
 def config_of(model, tmp_path, name="t", **options):
     defaults = dict(
         model=str(model), output=str(Path(tmp_path, name)), dataset="examples.problems:additions",
@@ -98,8 +115,6 @@ def trainer_with(model, tmp_path, /, *loaded, **options):
 
 def same_for_any_ranks(policy):
     """A rollout whose completions depend on their prompts alone."""
-    from tests.ranks.training_jobs import SameForAnyRanks
-
     return SameForAnyRanks()
 
 

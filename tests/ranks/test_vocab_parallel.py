@@ -1,15 +1,36 @@
 """A head whose vocabulary lies on several ranks, compared with float64 on one."""
 
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from grpo_kernels import fused_grpo_loss
+import grpo_kernels
+from grpo_kernels import Execution, LMHead, Support, VocabRanks, fused_grpo_loss, reference
 from grpo_kernels.explain import explain
-from tests.helpers.batches import OBJECTIVES, config, make_batch, relative_error, run_fused
+from grpo_kernels.integrations.verl import linear_cross_entropy
+from tests import test_pairs as pairs
+from tests.helpers.batches import (
+    OBJECTIVES,
+    called,
+    config,
+    make_batch,
+    relative_error,
+    run_fused,
+)
 from tests.helpers.head_options import CHUNK
 from tests.helpers.ranks import Ranks
 from tests.helpers.supports import make_support
-from tests.ranks import shard_jobs
+from tests.ranks.traffic import Traffic
 
 UNEVEN = (0, 300, 1003)
 
@@ -18,38 +39,69 @@ UNEVEN = (0, 300, 1003)
 def four_ranks(tmp_path_factory):
     session = Ranks(tmp_path_factory.mktemp("ranks"), world=4)
     yield session
-    assert session.close() in ([], [0] * 4), session.printed()
+    session.close()
 
 
-def check_scores(ranks, options):
-    """Compares what a call returns, and its gradients."""
-    results = ranks("tests.ranks.shard_jobs:scores", UNEVEN, options)
-    layout, exact = options.get("layout"), shard_jobs.scores(None, options, exact=True)
-    order = sorted(range(len(results)), key=lambda rank: options.get("starts", UNEVEN)[rank])
-    assert all(rank.keys() == exact.keys() for rank in results)
-    for name, expected in exact.items():
-        shards = [rank[name] for rank in results]
-        if name in ("d_weight", "d_bias", "d_b"):
-            actual = shards[0] if options.get("dtensors") else torch.cat([shards[r] for r in order])
-        elif layout == "partial" and name.startswith("d_"):
-            assert relative_error(shards[0], expected) > 0.1
-            actual = sum(shards)
-        else:
-            assert all(torch.equal(shards[0], other) for other in shards), name
-            actual = shards[0]
-        if name.startswith("d_"):
-            assert relative_error(actual, expected) < 2e-5, name
-        else:
-            assert (actual.double() - expected).abs().max() < 1e-4, name
+def rows_of(cuts, starts=None):
+    """The rows of the head that this rank has."""
+    begin, end = cuts[dist.get_rank() : dist.get_rank() + 2]
+    at = begin if starts is None else starts[dist.get_rank()]
+    return slice(at, at + end - begin)
 
 
-@pytest.mark.parametrize("call", ("loss", "logps", "targets", "frozen logps", "reverse", "jsd"))
+# Every pair of options, and every objective
+
+
+def wrong(cases, cuts):
+    """Checks each, with other rows of the head on each rank; says what differs."""
+    rows, problems = rows_of(cuts), []
+    for names, call, objective in cases:
+        batch = pairs.batch_of(names)
+        options = {"call": call, "objective": objective}
+        expected = pairs.run(batch, names, truth=True, **options)
+        actual = pairs.run(batch, names, truth=False, rows=rows, **options)
+        for value in (actual.loss, actual.logps, actual.gradients["hidden"]):
+            first = value.clone()
+            dist.broadcast(first, 0)
+            if not torch.equal(first, value):
+                problems.append(f"{names}, {objective}: other bits than on the first rank")
+        for name in pairs.VOCABULARY_FIELDS:
+            if (grad := expected.gradients.get(name)) is not None:
+                expected.gradients[name] = grad[rows]
+        try:
+            # A rank with one column may have a gradient of 0 there.
+            pairs.compare(actual, expected, batch.hidden.dtype, call, floor=1e-6)
+        except AssertionError as error:
+            problems.append(f"{names}, {objective}: {error}")
+    return problems
+
+
+def taken(pair, call):
+    """Selects pairs for several ranks, without the many that the interpreter makes slow.
+
+    With Triton's kernels there is each option of the head, in the call that makes gradients in the
+    same sweep; what becomes of their sums is the same for both backends.
+    """
+    if {"ranks", "capturable"} & set(pair) or pairs.refusals(pair, call):
+        return False
+    has_head_option = any(pairs.NAMED[name][0] == "head" for name in pair)
+    return "triton" not in pair or (call == "loss" and has_head_option)
+
+
+CALLS = ("loss", "logps", "targets", "entries", "frozen logps", "reverse", "jsd")
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_every_pair_of_options(ranks, call):
-    assert ranks("tests.ranks.pair_jobs:every_pair", call) == [[], []]
+    cases = [(pair, call, None) for pair in pairs.CALLS[call][0] if taken(pair, call)]
+    assert ranks(wrong, cases, (0, 100, pairs.V)) == [[], []]
 
 
 def test_every_objective(ranks):
-    assert ranks("tests.ranks.pair_jobs:every_objective") == [[], []]
+    """Alone, and beside tokens that have kept sets."""
+    others = ("chunk_bytes", "support")
+    cases = [(("bias", x), "loss", name) for name in OBJECTIVES for x in others]
+    assert ranks(wrong, cases, (0, 100, pairs.V)) == [[], []]
 
 
 SOME = [
@@ -63,91 +115,321 @@ SOME = [
 @pytest.mark.parametrize("cuts", ((0, 210, 211), (0, 3, 57, 160, 211)), ids=("little", "four"))
 def test_other_cuts(ranks, cuts, request):
     session = ranks if len(cuts) == 3 else request.getfixturevalue("four_ranks")
-    problems = session("tests.ranks.pair_jobs:these_pairs", "loss", SOME, cuts)
+    problems = session(wrong, [(pair, "loss", None) for pair in SOME], cuts)
     assert problems == [[]] * (len(cuts) - 1)
 
 
-@pytest.mark.parametrize("head", ({}, {"bias": True, "temperature": True}), ids="-".join)
-def test_what_is_said_per_chunk(ranks, head):
-    # 21 of 36 tokens take part; 14 of these have an advantage.
-    batch = make_batch()
-    trained = int((batch.mask & (batch.advantages != 0)[:, None]).sum())
-    rest = int(batch.mask.sum()) - trained
-    at_once = CHUNK // (4 * 703)  # on the rank with the most columns
-    chunks = -(-trained // at_once), -(-rest // at_once)
-    for said in ranks("tests.ranks.shard_jobs:said", UNEVEN, head, CHUNK):
-        # Two more gathers, of the columns and of the plan; and the targets that a bias bans.
-        expected = {"allgatherbase": sum(chunks) + 2, "allreduce": chunks[0] + ("bias" in head)}
-        assert {name: said.count(name) for name in said} == expected
+# Columns in another order, DTensors, and rows that lie in few columns
+
+VOCABULARY_FIELDS = ("weight", "bias", "b")
 
 
-# Banned ids include the first of a rank; FLAT has slopes of at most 1e-3.
-BANNED = {"biased": ((0, 300, 301), -torch.inf), "softcap": 6.0}
-FLAT = {"lift": 60.0, "softcap": 12.0}
-SETS = {"support": make_support(make_batch(), without=0.0), "entries": True}
+def scores(
+    cuts=None, *, call="linear_logprobs", starts=None, layout="replicated", dtensors=False,
+    biased=(), added=0.0, lift=0.0, **options,
+):  # fmt: skip
+    """The results of a call on a head with a LoRA and a bias, and all gradients of a loss.
+
+    Without `cuts` they are those of the reference in float64 on the whole head. "verl" has neither
+    LoRA nor bias; `biased` ids are no targets, and `added` is added to their bias.
+    """
+    exact, batch = cuts is None, make_batch()
+    g, mask, bias = torch.Generator().manual_seed(3), batch.mask, batch.bias + lift
+    bias[list(biased)] += added
+    targets = torch.where(torch.isin(batch.targets, torch.tensor(biased)), 777, batch.targets)
+    leaves = {
+        "hidden": torch.where(mask[..., None], batch.hidden, 0.0), "weight": batch.weight,
+        "bias": bias, "a_out": torch.randn(*mask.shape, 4, generator=g),
+        "b": 0.3 * torch.randn(len(bias), 4, generator=g),
+    }  # fmt: skip
+    mesh = dist.init_device_mesh("cpu", (2,)) if dtensors and not exact else None
+    for name, x in leaves.items():
+        if name in VOCABULARY_FIELDS and not exact:
+            x = distribute_tensor(x, mesh, [Shard(0)]) if mesh else x[rows_of(cuts, starts)]
+        leaves[name] = x.detach().clone().to(torch.float64 if exact else x.dtype).requires_grad_()
+    hidden, weight, bias, *low_rank = leaves.values()
+    kwargs = {"hidden": hidden, "weight": weight, "targets": targets, "mask": mask, **options}
+    if call != "verl":
+        kwargs |= {"bias": bias, "low_rank": tuple(low_rank)}
+    if not exact and mesh is None:
+        start = None if starts is None else starts[dist.get_rank()]
+        kwargs["ranks"] = VocabRanks(dist.group.WORLD, start, layout)
+    if call == "fused_grpo_loss":
+        kwargs["advantages"] = batch.advantages.to(hidden.dtype)
+    elif not exact:
+        kwargs["entropy"] = True
+    if call == "verl" and not exact:
+        how = (kwargs["temperature"], "none", dist.group.WORLD)
+        out = linear_cross_entropy(hidden, weight, targets, *how, mask=mask)
+    else:
+        package = reference if exact else grpo_kernels
+        out = called(package, call.replace("verl", "linear_logprobs"), kwargs)
+    if call == "fused_grpo_loss":
+        results, total = {"logps": out.logps, "entropy": out.entropy}, out.loss
+    else:
+        names = ("logps", "entropy", "logsumexp")[: 2 if call == "verl" else 3]
+        results = dict(zip(names, out, strict=False))
+        total = sum(
+            (x * (torch.arange(x.numel()) % 7 / 3 - 0.8).view(x.shape)).sum()
+            for x in results.values()
+        )
+    total.backward()
+    grads = {f"d_{k}": x.grad for k, x in leaves.items() if x.grad is not None}
+    for name in ("d_weight", "d_bias", "d_b") if mesh else ():
+        assert grads[name].placements == (Shard(0),)
+        grads[name] = grads[name].full_tensor()
+    return {name: x.detach() for name, x in (results | grads).items()}
+
+
 PARTIAL = {"layout": "partial"}
+LOSS = {"call": "fused_grpo_loss"}
+# Banned ids include the first of a rank; FLAT has slopes of at most 1e-3.
+BANNED = {"biased": (0, 300, 301), "added": -torch.inf, "softcap": 6.0}
+FLAT = {"lift": 60.0, "softcap": 12.0, "chunk_bytes": CHUNK}
+SETS = {"support": make_support(make_batch(), without=0.0), "targets": None, "entries": True}
 SCORES = {
     # Rank 0 has the first rows that it is given, but they are the last columns.
     "columns do not follow the ranks": {"starts": (703, 0)},
     "dtensors": {"dtensors": True},
     "verl's call": {"call": "verl", "temperature": 1.5, **PARTIAL},
-    "the caller adds up": {"call": "loss", **PARTIAL},
-    "banned, loss": {**BANNED, "call": "loss", "chunk_bytes": CHUNK},
-    "banned, several": {**BANNED, "several": True},
+    "the caller adds up": {**LOSS, **PARTIAL},
+    "banned, loss": {**BANNED, **LOSS, "chunk_bytes": CHUNK},
     "banned, partial": {**BANNED, **PARTIAL},
-    "flat, loss": {**FLAT, "call": "loss", "chunk_bytes": CHUNK},
-    "flat, several, partial": {**FLAT, "several": True, "chunk_bytes": CHUNK, **PARTIAL},
-    "sets": {**SETS, "softcap": 6.0},
+    "flat, loss": {**FLAT, **LOSS},
+    "flat, partial": {**FLAT, **PARTIAL},
     "sets, partial": {**SETS, **PARTIAL},
     # All columns of the first rank, some of the second, are impossible, or nearly so.
     **{
-        f"first columns {added}, {call}": {"biased": (tuple(range(350)), added), "call": call}
-        for added in (-torch.inf, -1e4, -25.0) for call in ("loss", "logprobs")
+        f"first columns {added}, {call}": {"biased": range(350), "added": added, "call": call}
+        for added in (-torch.inf, -1e4, -25.0) for call in ("fused_grpo_loss", "linear_logprobs")
     },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SCORES)
 def test_scores(ranks, case):
-    check_scores(ranks, SCORES[case])
+    options = SCORES[case]
+    results, exact = ranks(partial(scores, UNEVEN, **options)), scores(**options)
+    starts = options.get("starts", UNEVEN)
+    assert all(rank.keys() == exact.keys() for rank in results)
+    for name, expected in exact.items():
+        shards = [rank[name] for rank in results]
+        is_gradient, actual = name.startswith("d_"), shards[0]
+        if name in ("d_weight", "d_bias", "d_b"):
+            if "dtensors" not in options:
+                actual = torch.cat(
+                    [shards[rank] for rank in sorted((0, 1), key=starts.__getitem__)]
+                )
+        elif is_gradient and "layout" in options:
+            assert relative_error(actual, expected) > 0.1
+            actual = sum(shards)
+        else:
+            assert torch.equal(*shards), name
+        if is_gradient:
+            assert relative_error(actual, expected) < 2e-5, name
+        else:
+            assert (actual.double() - expected).abs().max() < 1e-4, name
+
+
+def collectives(cuts, head):
+    """The names of the collectives of a call in chunks, and how many there are."""
+    rows, batch = rows_of(cuts), make_batch()
+    part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
+    head = {**head, "ranks": VocabRanks(dist.group.WORLD)}
+    with Traffic() as traffic:
+        run_fused(
+            part, exact=False, head=head, execution=Execution(chunk_bytes=CHUNK), old_logps=True
+        )
+    return Counter(name for name, _ in traffic.seen)
+
+
+@pytest.mark.parametrize("head", ({}, {"bias": True, "temperature": True}), ids="-".join)
+def test_collectives_per_chunk(ranks, head):
+    # 21 of 36 tokens take part; 14 of these have an advantage.
+    batch = make_batch()
+    trained = int((batch.mask & (batch.advantages != 0)[:, None]).sum())
+    rest = int(batch.mask.sum()) - trained
+    at_once = CHUNK // (4 * 703)  # on the rank with the most columns
+    chunks = -(-trained // at_once), -(-rest // at_once)
+    # Two more gathers, of the columns and of the plan; and the targets that a bias bans.
+    expected = {"allgatherbase": sum(chunks) + 2, "allreduce": chunks[0] + ("bias" in head)}
+    assert ranks(collectives, UNEVEN, head) == [expected, expected]
+
+
+def own_tokens():
+    """The gradients of a head over data-parallel ranks, as the page on ranks composes it."""
+    batch, rank = make_batch(), dist.get_rank()
+    local = slice(2 * rank, 2 * rank + 2)
+    hidden = batch.hidden.nan_to_num()[local].clone().requires_grad_()
+    weight = batch.weight[rows_of(UNEVEN)].clone().requires_grad_()
+    everyone, targets, mask, advantages = (
+        torch.cat(all_gather(x, dist.group.WORLD))
+        for x in (hidden, batch.targets[local], batch.mask[local], batch.advantages[local])
+    )
+    head = LMHead(weight, ranks=VocabRanks(dist.group.WORLD, hidden="partial"))
+    out = fused_grpo_loss(everyone, head, targets, advantages, mask)
+    out.loss.backward()
+    return {"loss": out.loss.detach(), "hidden": hidden.grad, "weight": weight.grad}
 
 
 def test_ranks_with_tokens_of_their_own_gather_the_states(ranks):
-    batch, results = make_batch(), ranks("tests.ranks.shard_jobs:own_tokens")
-    exact = run_fused(batch, exact=True)
+    results, exact = ranks(own_tokens), run_fused(make_batch(), exact=True)
     assert all(abs(x["loss"] - exact.loss) < 1e-6 for x in results)
     for name in ("hidden", "weight"):
         full = torch.cat([x[name] for x in results])
         assert relative_error(full, exact.gradients[name]) < 2e-5
 
 
-def test_an_explanation_is_the_same_on_every_rank(ranks):
+def explained(cuts=None):
+    """The columns of an explanation of a call, on this rank's part of the head."""
     batch, (options, names) = make_batch(), OBJECTIVES["is_token_truncate"]
-    loss, tensors = config(**options), (batch.targets, batch.advantages, batch.mask)
-    kwargs = {name: getattr(batch, name) for name in names} | {"config": loss}
-    out = fused_grpo_loss(batch.hidden, batch.weight, *tensors, **kwargs)
-    expected = explain(out, *tensors, **kwargs).columns
+    kwargs = {name: getattr(batch, name) for name in names} | {"config": config(**options)}
+    tensors, head = (batch.targets, batch.advantages, batch.mask), LMHead(batch.weight)
+    if cuts:
+        head = LMHead(batch.weight[rows_of(cuts)], ranks=VocabRanks(dist.group.WORLD))
+    out = fused_grpo_loss(batch.hidden, head, *tensors, **kwargs)
+    return explain(out, *tensors, **kwargs).columns
+
+
+def test_an_explanation_is_the_same_on_every_rank(ranks):
+    expected = explained()
     assert expected["gradient"].any()
-    for columns in ranks("tests.ranks.shard_jobs:explained", UNEVEN):
+    for columns in ranks(explained, UNEVEN):
         torch.testing.assert_close(columns, expected, rtol=1e-4, atol=2e-5, equal_nan=True)
 
 
-def test_another_cut_of_the_same_head(ranks):
-    # A call reuses nothing about the columns of the call before.
-    answers = ranks("tests.ranks.shard_jobs:sizes", [UNEVEN, (0, 300, 900), (0, 502, 1003)])
-    assert answers[0] == answers[1] == [1003, 900, 1003]
+# Errors
 
 
-@pytest.fixture(scope="module")
-def refusals(ranks):
-    return ranks("tests.ranks.shard_jobs:refusals")
+def _low_rank(c, r, ranks=(2, 2)):
+    return {"low_rank": (torch.zeros(4, 9, ranks[r]), torch.zeros(len(c.weight), ranks[r]))}
 
 
-@pytest.mark.parametrize("kind", shard_jobs.REFUSED)
-def test_refused_on_all_ranks(refusals, kind):
-    assert all(shard_jobs.REFUSED[kind][1] in answers[kind] for answers in refusals), refusals
+def _distributed(c, placement, **more):
+    weight = distribute_tensor(make_batch().weight, dist.init_device_mesh("cpu", (2,)), [placement])
+    return {"weight": weight, "ranks": None, **more}
+
+
+def _support(c, r, apart=False):
+    """A set of its target alone for each token; on the second rank `apart` has an entry more."""
+    ids, sizes = c.targets.clamp(min=0).flatten(), torch.arange(c.targets.numel() + 1)
+    if apart:
+        ids = torch.cat([(ids[:r] + 1) % 1003, ids])
+        sizes[1:] += r
+    return {"support": Support(ids, sizes)}
+
+
+_ON_ALL = "expected on all ranks or on none; got it on ranks "
+_SAME, _PLAN = "expected the same on all ranks; got ", "mask, advantages, chunk_bytes: expected "
+_BF16 = torch.bfloat16
+# Fault: changes by rank `r` of the call's arguments `c`, and the error on both ranks.
+REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
+    "overlap": (lambda c, r: {"start": [0, 400][r]},
+                "ranks.start: expected every column on one rank; got columns 0 to 501, 400 to 900"),
+    "hole": (lambda c, r: {"start": [0, 600][r]},
+             "ranks.start: expected every column on one rank; got columns 0 to 501, 600 to 1100"),
+    "start on one": (lambda c, r: {"start": [None, 502][r]}, f"ranks.start: {_ON_ALL}[1]"),
+    "dtype": (lambda c, r: {"weight": c.weight.to([torch.float32, _BF16][r])},
+              f"weight's dtype: {_SAME}['float32', 'bfloat16']"),
+    "bias": (lambda c, r: {"bias": c.weight[:, 0]} if r else {}, f"bias: {_ON_ALL}[1]"),
+    "low_rank on one": (lambda c, r: _low_rank(c, r) if r else {}, f"low_rank: {_ON_ALL}[1]"),
+    "low_rank's rank": (lambda c, r: _low_rank(c, r, (2, 3)), f"rank of low_rank: {_SAME}[2, 3]"),
+    "frozen on one": (lambda c, r: {"hidden": c.hidden.requires_grad_(not r)},
+                      f"gradient of hidden: {_ON_ALL}[0]"),
+    "width": (lambda c, r: {n: torch.nn.functional.pad(getattr(c, n), (0, r))
+                            for n in ("weight", "hidden")}, f"H: {_SAME}[48, 49]"),
+    "empty": (lambda c, r: {"weight": make_batch().weight[: 1003 * r]},
+              "weight: expected a row or more on every rank; got [0, 1003] rows"),
+    "targets": (lambda c, r: {"targets": c.targets + r * (c.targets == c.targets[0, 0])},
+                "targets: expected the same on all ranks that share the vocabulary"),
+    "mask": (lambda c, r: {"mask": c.mask & (torch.arange(9) < 9 - r)}, _PLAN),
+    "advantages": (lambda c, r: {"advantages": c.advantages * torch.tensor([1.0, 0, 1, 1 - r])},
+                   _PLAN),
+    "chunk_bytes": (lambda c, r: {"chunk_bytes": 4 * 502 * (3 + r)}, _PLAN),
+    "shape": (lambda c, r: {n: getattr(c, n)[r:] for n in (
+        "hidden", "targets", "mask", "advantages")}, f"tokens: {_SAME}[36, 27]"),
+    "target ids": (lambda c, r: {"targets": c.targets.clamp(min=1003)},
+                   "targets: expected ids in [0, 1003)"),
+    "banned targets": (lambda c, r: {
+        "bias": make_batch().bias.masked_fill(torch.arange(1003) == c.targets[0, 0], -torch.inf)
+                .chunk(2)[r]},
+                "bias: expected more than -inf at every unmasked target"),
+    "group": (lambda c, r: {"group": "tensor"},
+              "ranks.group: expected a torch.distributed process group that this rank is in"),
+    "no group": (lambda c, r: {"group": None, "start": 3},
+                 "ranks.group: expected a process group, as weight is no DTensor; got None"),
+    "no ranks": (lambda c, r: {"ranks": dist.group.WORLD},
+                 "ranks: expected a VocabRanks, or None; got <"),
+    "start": (lambda c, r: {"start": 0.5}, "ranks.start: expected an int, or None; got 0.5"),
+    "layout": (lambda c, r: {"layout": "tokens"},
+               "ranks.hidden: expected one of replicated, partial; got 'tokens'"),
+    "layouts": (lambda c, r: {"layout": ["partial", "replicated"][r]},
+                f"ranks.hidden: {_SAME}['partial', 'replicated']"),
+    **{name: (lambda c, r, name=name: {name: 1.0 + r}, f"{label}: {_SAME}[1, 2]")
+       for name, label in (("temperature", "temperature"), ("logit_scale", "logit_scale"),
+                           ("softcap", "softcap (0: none)"))},
+    "logits_dtype": (lambda c, r: {
+        "hidden": c.hidden.to(_BF16), "weight": c.weight.to(_BF16),
+        "logits_dtype": ["fp32", "model"][r]}, f"logits_dtype='model': {_ON_ALL}[1]"),
+    "temperature per token": (lambda c, r: {"temperature": torch.ones(4, 9)} if r else {},
+                              f"temperature per token: {_ON_ALL}"),
+    "batch_invariant": (lambda c, r: {"batch_invariant": bool(r)},
+                        f"batch_invariant: {_ON_ALL}[1]"),
+    "entropy_coef": (lambda c, r: {"config": config(entropy_coef=0.1 * r)},
+                     f"entropy_coef: {_SAME}[0, 0.1]"),
+    "passes": (lambda c, r: {"config": config(loss_type="gspo")} if r else {},
+               f"one pass: {_SAME}[1, 0]"),
+    "gradient": (lambda c, r: {"trained": bool(r)}, f"gradient: {_ON_ALL}[1]"),
+    "capturable": (lambda c, r: {"capturable": True},
+                   "capturable: expected False where ranks share the vocabulary; got True"),
+    "supports": (lambda c, r: _support(c, r, apart=True),
+                 "support: expected the same on all ranks that share the vocabulary; got others"),
+    "columns": (lambda c, r: _distributed(c, Shard(1)),
+                "weight: expected a DTensor with Shard(0) on a mesh of one dimension"),
+    "dtensor and group": (
+        lambda c, r: _distributed(c, Shard(0), ranks=VocabRanks(dist.group.WORLD)),
+        "ranks.group: expected None with a DTensor, which has its own"),
+    "plain bias": (lambda c, r: _distributed(c, Shard(0), bias=make_batch().bias),
+                   "bias: expected a DTensor, as another tensor of the head is one"),
+}  # fmt: skip
+
+
+def refused(change):
+    """The error of a call with these changes."""
+    rank, batch = dist.get_rank(), make_batch()
+    kwargs = {
+        "hidden": torch.where(batch.mask[..., None], batch.hidden, 0.0),
+        "weight": batch.weight.chunk(2)[rank], "targets": batch.targets, "mask": batch.mask,
+        "advantages": batch.advantages, "trained": True,
+        "group": dist.group.WORLD, "start": None, "layout": "replicated",
+    }  # fmt: skip
+    kwargs |= change(SimpleNamespace(**kwargs), rank)
+    rank_args = [kwargs.pop(name) for name in ("group", "start", "layout")]
+    kwargs["weight"] = kwargs["weight"].detach().requires_grad_(kwargs.pop("trained"))
+    with pytest.raises((ValueError, TypeError)) as error:
+        if "ranks" not in kwargs:
+            kwargs["ranks"] = VocabRanks(*rank_args)
+        called(grpo_kernels, "fused_grpo_loss", kwargs)
+    return str(error.value)
+
+
+def refusals():
+    return {kind: refused(change) for kind, (change, _) in REFUSED.items()}
+
+
+def test_refused_on_all_ranks(ranks):
+    for messages in ranks(refusals):
+        assert [kind for kind, (_, words) in REFUSED.items() if words not in messages[kind]] == []
+
+
+def raises_alone():
+    """Returns the error of a call when the other rank has left."""
+    group, batch = dist.new_group(timeout=timedelta(seconds=3)), make_batch()
+    part = replace(batch, weight=batch.weight[:500], bias=batch.bias[:500])
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):
+            run_fused(part, exact=False, head={"ranks": VocabRanks(group)})
 
 
 def test_a_rank_that_is_gone_does_not_hang_the_other(ranks):
-    error, gone = ranks("tests.ranks.shard_jobs:raises_alone")
-    assert gone == "gone" and error != "nothing"
+    ranks(raises_alone)

@@ -1,18 +1,23 @@
-"""Skips the tests of this folder where vLLM is not installed."""
+"""Skips the tests of this folder where vLLM is not installed; a process with a vLLM of its own."""
 
 import importlib.util
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from tests.helpers.vllm_masks import set_up_vllm
 
-class WithoutVLLM(pytest.Module):
-    """A module that is not imported."""
 
-    def collect(self):
+@pytest.fixture(autouse=True, scope="session")
+def vllm_is_installed():
+    if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed: make test-with FRAMEWORK=vllm")
 
 
-def pytest_pycollect_makemodule(module_path, parent):
-    if importlib.util.find_spec("vllm") is None:
-        return WithoutVLLM.from_parent(parent, path=module_path)
-    return None
+@pytest.fixture(scope="module")
+def vllm_process():
+    """A process whose vLLM returns sampling masks, unless `why_no_masks`."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, set_up_vllm) as pool:
+        yield pool

@@ -1,20 +1,19 @@
 """Runs of the trainer that sample by the real vLLM."""
 
-import multiprocessing
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 
 from grpo_kernels.training.interruptions import RESUME
 from tests.helpers.killed_runs import NEVER, count, launch
-from tests.helpers.ranks import ROOT, WORLD, Ranks
-from tests.helpers.trainer_runs import no_curves, rows_of, trainer_of
-from tests.helpers.vllm_masks import enable_masks, why_no_masks
+from tests.helpers.ranks import ROOT, Ranks
+from tests.helpers.trainer_runs import no_curves, rows_of, trainer_of, untimed
+from tests.helpers.vllm_masks import why_no_masks
 from tests.helpers.vllm_runs import vllm_config, vllm_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -28,26 +27,17 @@ def model(tmp_path_factory):
     return vllm_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def whole(model, tmp_path_factory):
-    """The folder of a run of six steps."""
-    with no_curves():
-        return run(model, tmp_path_factory.mktemp("whole"), steps=6)
-
-
 def run(model, output, **options):
     AcceleratorState._reset_state(reset_partial_state=True)
-    return trainer_of(vllm_config(model, output, **{**OPTIONS, **options})).train()
+    with no_curves():
+        return trainer_of(vllm_config(model, output, **options)).train()
 
 
-def test_every_step_says_how_far_the_sampler_is(whole):
+def test_a_killed_run_goes_on_as_if_it_had_not_been(model, tmp_path):
+    whole = run(model, tmp_path / "whole", steps=6, **OPTIONS)
     rows = rows_of(whole)
-    assert len(rows) == 6
+    assert len(rows) == 6 and len({row["reward"] for row in rows}) > 1
     assert all(0 < row["sampler_gap"] < row["sampler_gap_max"] < CLOSE for row in rows)
-    assert len({row["reward"] for row in rows}) > 1
-
-
-def test_a_killed_run_goes_on_as_if_it_had_not_been(model, whole, tmp_path):
     folder, options = tmp_path / "t", {**OPTIONS, "steps": 6, "max_prompt_length": 160}
     options |= {"prompts_per_step": 2, "max_completion_length": 8}
     for goal in (3, NEVER):
@@ -59,7 +49,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(model, whole, tmp_path):
         status = process.wait()
     assert status == 0, process.stderr.read().decode()
     assert 3 <= count(folder) == 6
-    assert rows_of(folder) == rows_of(whole)
+    assert rows_of(folder) == rows
     for log in ("evaluations.jsonl", "answers.jsonl"):
         assert (folder / log).read_text() == (whole / log).read_text()
 
@@ -93,26 +83,11 @@ TRUNCATED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def with_masks():
-    """A process whose vLLM returns masks."""
-    if why_no_masks():
-        pytest.skip(why_no_masks())
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, enable_masks) as pool:
-        yield pool
-
-
-def truncated_run(model, output, options):
-    config = vllm_config(model, output, eval_size=3, save_every=-1, **options)
-    with no_curves():
-        return rows_of(trainer_of(config).train())
-
-
+@pytest.mark.skipif(bool(why_no_masks()), reason=why_no_masks())
 @pytest.mark.parametrize("name", TRUNCATED)
-def test_the_policy_that_sampled_is_trained(name, with_masks, model, tmp_path):
-    options = TRUNCATED[name]
-    rows = with_masks.submit(truncated_run, model, tmp_path, options).result()
+def test_the_policy_that_sampled_is_trained(name, vllm_process, model, tmp_path):
+    options = {"eval_size": 3, "save_every": -1, **TRUNCATED[name]}
+    rows = rows_of(vllm_process.submit(run, model, tmp_path, **options).result())
     assert len(rows) == 2
     for row in rows:
         if options.get("replay_support", True):
@@ -126,20 +101,30 @@ def test_the_policy_that_sampled_is_trained(name, with_masks, model, tmp_path):
             assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=CLOSE)
 
 
+def train_on_ranks(model, output, options):
+    """The rows of a run."""
+    trainer = trainer_of(vllm_config(model, output, **options))
+    assert trainer.accelerator.distributed_type.value == "MULTI_CPU"
+    assert torch.distributed.get_world_size() == 2
+    rows = []
+    with no_curves():
+        trainer.train(lambda row, samples: rows.append(untimed(row)))
+    return rows
+
+
 @pytest.fixture
 def ranks(tmp_path):
     """Ranks of this test alone: vLLM keeps a job's process group, which ends with the job."""
     session = Ranks(tmp_path)
     yield session
-    assert session.close() in ([], [0] * WORLD), session.printed()
+    session.close()
 
 
 @pytest.mark.parametrize("lora_rank", (0, 4))
 def test_two_ranks_sample_with_the_weights_of_both(lora_rank, model, ranks, tmp_path):
     options = {"rollout": "vllm", "steps": 3, "save_every": -1, "lora_rank": lora_rank}
     first, second = ranks(
-        "tests.vllm.jobs:train", str(model), str(tmp_path), options,
-        environment={"ACCELERATE_USE_CPU": "true"},
-    )  # fmt: skip
+        train_on_ranks, model, tmp_path, options, environment={"ACCELERATE_USE_CPU": "true"}
+    )
     assert first == second and len(first) == 3
     assert all(0 < row["sampler_gap_max"] < CLOSE for row in first)
