@@ -15,6 +15,7 @@ from grpo_kernels.explain.causes import rank
 from tests.helpers.batches import config
 
 T, G, V, END = 300, 8, 64, 3
+BEFORE = ("old_logps", "ref_logps", "sampling_logps")
 
 
 @cache
@@ -62,6 +63,11 @@ class Step:
         at = torch.arange(T)
         return (at < self.lengths[:, None]) & ((at < 15 - self.hole) | (at >= 15))
 
+    def score(self, at, values):
+        """Gives tokens these log-probs, by every model."""
+        for name in ("logps", *BEFORE):
+            setattr(self, name, torch.where(at, values(), getattr(self, name)))
+
     def somewhere(self, count, *, positive=None):
         """Tokens that are trained, of one sign of the advantage if it says so."""
         advantages = group_advantages(self.rewards, G)
@@ -76,13 +82,15 @@ class Step:
     def explain(self):
         mask, known = self.mask, {"groups": G, "truncated": self.truncated, **self.known}
         advantages = known.pop("advantages", group_advantages(self.rewards, G))
-        names = ("old_logps", "ref_logps", "sampling_logps")
-        tensors = {x: getattr(self, x).masked_fill(~mask, math.nan) for x in names}
+        tensors = {x: getattr(self, x).masked_fill(~mask, math.nan) for x in BEFORE}
         loss = config(**{"beta": 0.04, **self.options})
         logps = self.logps.masked_fill(~mask, math.inf)
         entropy = self.entropy.masked_fill(~mask, -math.inf)
         out = grpo_loss(logps, advantages, mask, entropy=entropy, config=loss, **tensors)
         return explain(out, self.targets, advantages, mask, config=loss, **tensors, **known)
+
+
+# What goes wrong in a step; some return the tokens where.
 
 
 def ratio(step):
@@ -131,6 +139,11 @@ def group(step):
     step.lengths[37] = 150
 
 
+def group_by_its_advantages(step):
+    group(step)
+    del step.known["rewards"]
+
+
 def sampler_ends(step):
     step.sampling_logps[step.rows, step.lengths - 1] -= 2.0
 
@@ -158,16 +171,14 @@ def shifted(step):
     step.sampling_logps = step.old_logps + step.noise(0.02)
 
 
-def hotter(step):
-    step.targets, step.logps, step.entropy = samples(step.seed, step.B, 1.5)
-    for name in ("old_logps", "ref_logps", "sampling_logps"):
+def hotter(step, temperature=1.5):
+    step.targets, step.logps, step.entropy = samples(step.seed, step.B, temperature)
+    for name in BEFORE:
         setattr(step, name, step.logps + step.noise(0.02))
 
 
 def colder(step):
-    step.targets, step.logps, step.entropy = samples(step.seed, step.B, 0.5)
-    for name in ("old_logps", "ref_logps", "sampling_logps"):
-        setattr(step, name, step.logps + step.noise(0.02))
+    hotter(step, 0.5)
 
 
 def large_reward(step):
@@ -180,22 +191,19 @@ def prompt_in_mask(step):
     """Fifteen tokens of a template in a quarter of the sequences."""
     at = torch.zeros(step.B, T, dtype=torch.bool)
     at[::4, :15] = True
-    for name in ("logps", "old_logps", "ref_logps", "sampling_logps"):
-        setattr(step, name, torch.where(at, -17.0 + step.noise(0.05), getattr(step, name)))
+    step.score(at, lambda: -17.0 + step.noise(0.05))
     return at & step.mask
 
 
 def banned(step):
     at = step.somewhere(1)
-    for name in ("logps", "old_logps", "ref_logps", "sampling_logps"):
-        getattr(step, name)[at] = -40.0
+    step.score(at, lambda: torch.tensor(-40.0))
     return at
 
 
 def collapse(step):
     step.entropy = step.entropy * 0 + 0.004 * torch.rand(step.B, T, generator=step.g)
-    for name in ("logps", "old_logps", "ref_logps", "sampling_logps"):
-        setattr(step, name, -step.entropy + step.noise(1e-4))
+    step.score(torch.tensor(True), lambda: -step.entropy + step.noise(1e-4))
 
 
 def truncated(step):
@@ -250,32 +258,57 @@ def not_finite(step):
     return at
 
 
+# The cause that is named, words of its text, and the thresholds that decide if it is.
 PLANTED = {
-    ratio: "ratio", kl: "kl", kl_of_one: "kl", kl_all_over: "kl", short: "length",
-    long: "length", group: "group",
-    sampler_ends: "sampler", sampler_everywhere: "sampler", sampler_after_a_tool: "sampler",
-    sampler_of_rare_ids: "sampler", shifted: "unsampled", hotter: "unsampled",
-    colder: "unsampled", large_reward: "advantage",
-    prompt_in_mask: "unsampled", banned: "unsampled", collapse: "entropy", truncated: "truncated",
-    learning_rate: "learning_rate", drift: "learning_rate", single_token: "token",
-    importance_weights: "importance_weight", importance_cap: "importance_weight",
-    off_policy: "importance_weight", clipped: "clipped", not_finite: "not_finite",
-}  # fmt: skip
+    ratio: ("ratio", "and no clip bounds it", "share ratio"),
+    kl: ("kl", "outweighs the policy term", "times"),
+    kl_of_one: ("kl", "1 token has", "mean_kl"),
+    kl_all_over: ("kl", "spread over many tokens", "kl"),
+    short: ("length", "tokens of 5 short sequences weigh", "length"),
+    long: ("length", "the length of 1 sequence is over 5 times", "long"),
+    group: ("group", "the reward of sequence 37 differs", "sequence"),
+    group_by_its_advantages: ("group", "sequence 37", ""),
+    sampler_ends: ("sampler", "at the ends of completions", ""),
+    sampler_everywhere: ("sampler", "all over", "median_gap"),
+    sampler_after_a_tool: ("sampler", "right after a gap in the mask", ""),
+    sampler_of_rare_ids: ("sampler", "at ids seen once", "gap"),
+    shifted: ("unsampled", "probably shifted by one", ""),
+    hotter: ("unsampled", "", "mean_surprise"),
+    colder: ("unsampled", "sampled at a lower temperature", ""),
+    large_reward: ("advantage", "", ""),
+    prompt_in_mask: ("unsampled", "text of a prompt, a template or a tool", "tokens"),
+    banned: ("unsampled", "", "surprise"),
+    collapse: ("entropy", "", "entropy"),
+    truncated: ("truncated", "", "truncated"),
+    learning_rate: ("learning_rate", "moved log-probs by 0.4", "moved"),
+    drift: ("learning_rate", "half of all log-probs", ""),
+    single_token: ("token", "", ""),
+    importance_weights: ("importance_weight", "masks drop", ""),
+    importance_cap: ("importance_weight", "for several the largest, 20", "weight"),
+    off_policy: ("importance_weight", "masks drop", "dropped"),
+    clipped: ("clipped", "", "clipped"),
+    not_finite: ("not_finite", "is NaN or infinite", ""),
+}
 
 
 @pytest.mark.parametrize("seed", (0, 1))
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda x: x.__name__)
 def test_a_planted_cause_comes_first(plant, seed):
-    step = Step(seed)
-    at, explanation = plant(step), None
+    """With its tokens, where it is, and not at all beyond a threshold that nothing passes."""
+    step, (name, words, limits) = Step(seed), PLANTED[plant]
+    at = plant(step)
     explanation = step.explain()
-    assert [x.name for x in explanation.causes][:1] == [PLANTED[plant]], str(explanation)
+    assert [x.name for x in explanation.causes][:1] == [name], str(explanation)
     cause = explanation.causes[0]
+    assert words in cause.text and re.search(r"sequence \d+ token \d+ (-?\d|nan)", cause.text)
     places = list(zip(explanation.sequence.tolist(), explanation.position.tolist(), strict=True))
     assert 0 < len(cause.tokens) <= 20 and set(cause.tokens) <= set(places)
     if at is not None:
         assert set(cause.tokens) <= {(int(b), int(t)) for b, t in at.nonzero()}
     assert rank(replace(explanation, causes=[])) == explanation.causes
+    for limit in limits.split():  # of few tokens the KL is most of all tokens', too
+        beyond = Thresholds(**{"mean_kl": 1e6, limit: 1e-9 if limit == "entropy" else 1e6})
+        assert name not in {x.name for x in rank(explanation, beyond)}, limit
 
 
 CLEAN = {
@@ -311,30 +344,10 @@ def test_two_causes_are_both_named(plants, seed):
     for plant in plants:
         plant(step)
     causes = step.explain().causes
-    assert {PLANTED[plant] for plant in plants} <= {x.name for x in causes}
+    assert {PLANTED[plant][0] for plant in plants} <= {x.name for x in causes}
     shares = [x.share for x in causes if x.name != "truncated"]
     assert shares == sorted(shares, reverse=True)
     assert "truncated" not in [x.name for x in causes[:-1]]
-
-
-WHERE = {
-    sampler_ends: "at the ends of completions", sampler_everywhere: "all over",
-    sampler_after_a_tool: "right after a gap in the mask", sampler_of_rare_ids: "at ids seen once",
-    shifted: "probably shifted by one", colder: "sampled at a lower temperature",
-    prompt_in_mask: "text of a prompt, a template or a tool",
-    importance_cap: "for several the largest, 20", importance_weights: "masks drop",
-    learning_rate: "moved log-probs by 0.48 nats", drift: "half of all log-probs",
-    short: "tokens of 5 short sequences weigh", long: "the length of 1 sequence is over 5 times",
-    group: "the reward of sequence 37 differs",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("plant", WHERE, ids=lambda x: x.__name__)
-def test_the_text_says_where(plant):
-    step = Step(0)
-    plant(step)
-    cause = step.explain().causes[0]
-    assert WHERE[plant] in cause.text and re.search(r"sequence \d+ token \d+ -?\d", cause.text)
 
 
 def test_shifted_targets_show_in_the_samplers_log_probs_too():
@@ -343,14 +356,6 @@ def test_shifted_targets_show_in_the_samplers_log_probs_too():
     shifted(step)
     step.sampling_logps = sampler
     assert {"unsampled", "sampler"} <= {x.name for x in step.explain().causes}
-
-
-def test_a_group_is_known_by_its_advantages_too():
-    step = Step(0)
-    group(step)
-    del step.known["rewards"]
-    explanation = step.explain()
-    assert [x.name for x in explanation.causes][:1] == ["group"]
 
 
 def tiny(logps, advantages, mask=None, **more):
@@ -399,7 +404,7 @@ def test_a_fault_comes_before_the_truncation_of_all(plant):
     step = Step(0)
     plant(step)
     step.truncated[:] = step.rows % 10 > 0
-    assert step.explain().causes[0].name == PLANTED[plant]
+    assert step.explain().causes[0].name == PLANTED[plant][0]
 
 
 def test_columns_that_a_file_may_lack():
@@ -412,27 +417,3 @@ def test_columns_that_a_file_may_lack():
         names = {x.name for x in rank(replace(whole, columns=columns))}
         assert names == (set() if missing == "sampler_gap" else {"sampler"})
     assert rank(replace(whole, columns={})) == []
-
-
-@pytest.mark.parametrize(
-    ("plant", "limit"),
-    ((ratio, "share"), (ratio, "ratio"), (kl, "times"), (kl_all_over, "kl"), (short, "length"),
-     (kl_of_one, "mean_kl"), (long, "long"), (group, "sequence"),
-     (sampler_everywhere, "median_gap"),
-     (sampler_of_rare_ids, "gap"), (hotter, "mean_surprise"), (banned, "surprise"),
-     (prompt_in_mask, "tokens"), (collapse, "entropy"), (truncated, "truncated"),
-     (learning_rate, "moved"), (importance_cap, "weight"), (off_policy, "dropped"),
-     (clipped, "clipped")),
-    ids=lambda x: x if isinstance(x, str) else x.__name__,
-)  # fmt: skip
-def test_a_threshold_decides(plant, limit):
-    """Beyond one that nothing passes the cause is not named."""
-    step = Step(0)
-    plant(step)
-    explanation = step.explain()
-    if limit == "entropy":
-        unnamed = rank(explanation, Thresholds(entropy=1e-9))
-    else:  # of three tokens the KL is most of all tokens', too
-        unnamed = rank(explanation, Thresholds(**{"mean_kl": 1e6, limit: 1e6}))
-    assert PLANTED[plant] in {x.name for x in explanation.causes}
-    assert PLANTED[plant] not in {x.name for x in unnamed}
