@@ -19,7 +19,6 @@ from benchmarks.measure import FLOOR, PeakMemory
 from benchmarks.workloads import make, profile
 from grpo_kernels import reference
 from tests.helpers.supports import csr
-from tests.tools import whole_calls
 
 ROOT = Path(__file__).parents[2]
 
@@ -203,18 +202,3 @@ def test_peak_memory_sees_what_comes_and_goes():
     if memory.extra_bytes is None:
         pytest.skip("this system does not tell")
     assert 195 << 20 < memory.extra_bytes < 210 << 20
-
-
-def test_a_wrong_call_does_not_end_the_others(tmp_path, monkeypatch):
-    def off(case):
-        value, logps = whole_calls.logps(case)
-        return (value if case.package is reference else 1.01 * value), logps
-
-    calls = {"raises": raising(RuntimeError("none")), "off": off, "right": whole_calls.logps}
-    cases = {name: (torch.float32, call) for name, call in calls.items()}
-    monkeypatch.setattr(whole_calls, "CASES", cases)
-    path = tmp_path / "calls.json"
-    with pytest.raises(SystemExit, match="failed: raises, off"):
-        whole_calls.main(["--device", "cpu", "--json", str(path)])
-    statuses = [row["status"] for row in json.loads(path.read_text())["rows"]]
-    assert statuses == ["RuntimeError: none", "wrong", "ok"]
