@@ -64,7 +64,7 @@ def check(damages: Iterable[Damage]) -> None:
         compile(damaged(source, damage), damage.path, "exec")
         for name in damage.tests:
             if not (ROOT / "tests" / f"{name}.py").exists():
-                raise ValueError(f"{damage.what}: expected modules in tests/; got {name}")
+                raise ValueError(f"{damage}: expected modules in tests/; got {name}")
 
 
 def fast_tier() -> list[str]:

@@ -84,8 +84,15 @@ ADVERSARIAL = (
     "<answer>" + " " * LONG, "<answer>-" + "\n" * LONG + "5</answer>", "<answer>\\frac{" * LONG,
     "\\boxed{" * LONG, "\\boxed{" + "{" * LONG, "}" * LONG, "#### " * LONG, "-" * LONG,
 )  # fmt: skip
+
+
+def marked(prompts, completions, answer):
+    answers.number_of(completions[0])
+    return [float(answers.is_correct(completions[0], answer[0]))]
+
+
 PARSERS = {
-    **rewards.REWARDS, "addition": addition, "correctness": correctness, "marked": None
+    **rewards.REWARDS, "addition": addition, "correctness": correctness, "marked": marked
 }  # fmt: skip
 
 
@@ -94,19 +101,13 @@ def test_parsers_are_bounded(name):
     """Seconds for texts that a model under training may well write; none of them is right."""
     for text in ADVERSARIAL:
         start = time.monotonic()
-        if name == "marked":
-            assert not answers.is_correct(text, "12345")
-            answers.number_of(text)
-        else:
-            (value,) = PARSERS[name](["p"], [text], answer=["12345"])
-            assert value <= 0.8 if name == "format" else value < 0.6
+        (value,) = PARSERS[name](["p"], [text], answer=["12345"])
+        assert value <= 0.8 if name == "format" else value < 0.6
         assert time.monotonic() - start < 30, text[:40]
 
 
 def read_answer(text, folder):
-    answers.is_correct(text, "42")
-    answers.number_of(text)
-    for function in (rewards.answer, rewards.format, addition):
+    for function in (rewards.answer, rewards.format, addition, marked):
         function(["p"], [text], answer=["42"])
 
 
