@@ -359,10 +359,12 @@ def test_steps_that_have_little():
 def test_a_token_of_cross_entropy_alone():
     logps, weights = torch.full((1, 3), -0.5), torch.tensor([[0.0, 0.5, 0.0]])
     args = torch.ones(1), torch.zeros(1, 3)
-    out = grpo_loss(logps, *args, ce_weights=weights)
-    explanation = explain(out, None, *args, ce_weights=weights)
+    more = {"ce_weights": weights, "ref_logps": logps - 1, "config": config(beta=0.1)}
+    out = grpo_loss(logps, *args, **more)
+    explanation = explain(out, None, *args, **more)
     assert explanation.causes == [] and explanation.columns["gradient"].tolist() == [-0.5]
     assert explanation.columns["ratio"].isnan().all() and explanation.loss == 0.25
+    assert explanation.sequences[0]["kl_share"] == 0.0
 
 
 def test_a_clip_that_leaves_the_gradient_takes_none():
