@@ -1,5 +1,6 @@
 """A GPU's first day, rehearsed on a CPU, on a GPU that is not there, and cut."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -60,59 +61,37 @@ class Gpu(CountedCUDA):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class Event:
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        pass
-
-    def elapsed_time(self, end):
-        return 2.0
-
-
-class OnCPU(torch.Generator):
-    def __new__(cls, device="cpu"):
-        return super().__new__(cls)
-
-
-class Profile:
+@contextlib.contextmanager
+def profile(activities, record_shapes):
     """The events of one product whose kernel took 2 ms, and of a sweep 1 ms later."""
+    assert len(activities) == 2 and record_shapes
 
-    def __init__(self, activities, record_shapes):
-        assert len(activities) == 2 and record_shapes
+    def event(kind, name, start, end, **more):
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        kind = f"DeviceType.{kind}"
+        return SimpleNamespace(device_type=kind, name=name, time_range=span, **more)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def events(self):
-        def event(kind, name, start, end, **more):
-            span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
-            return SimpleNamespace(device_type=kind, name=name, time_range=span, **more)
-
-        product = {"input_shapes": [[8, 4], [4, 2], []], "kernels": [SimpleNamespace(duration=2e3)]}
-        cuda = "DeviceType.CUDA"
-        return [
-            event("DeviceType.CPU", "aten::mm", 0, 9, **product), event(cuda, "gemm", 10, 2010),
-            event("DeviceType.CPU", "aten::add", 0, 9), event(cuda, "sweep", 3010, 4010),
-        ]  # fmt: skip
+    product = {"input_shapes": [[8, 4], [4, 2], []], "kernels": [SimpleNamespace(duration=2e3)]}
+    events = [
+        event("CPU", "aten::mm", 0, 9, **product), event("CUDA", "gemm", 10, 2010),
+        event("CPU", "aten::add", 0, 9), event("CUDA", "sweep", 3010, 4010),
+    ]  # fmt: skip
+    yield SimpleNamespace(events=lambda: events)
 
 
 @pytest.fixture
 def gpu(real_memory, monkeypatch):
     """An H200 without memory, values and time."""
     read, make = ValueChecks.read, gpu_day.make
-    monkeypatch.setattr(torch, "Generator", OnCPU)
+    generator, event = torch.Generator, {"record": lambda: None, "elapsed_time": lambda end: 2.0}
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
     for name, value in {
         "synchronize": None, "get_device_name": "NVIDIA H200", "reset_peak_memory_stats": None,
         "memory_allocated": 0, "max_memory_allocated": 1 << 30,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(gpu_day, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimpleNamespace(**event))
+    monkeypatch.setattr(gpu_day, "profile", profile)
 
     def made(name, shape, device):
         gpu.rows = shape[0]
