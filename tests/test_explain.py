@@ -320,6 +320,7 @@ def test_a_cause_shows_its_tokens():
          r"next_logps: expected shape \[6, 11\]; got \[6, 3\]"),
         ({"d_hidden": torch.ones(6, 10, 4)}, ValueError,
          r"d_hidden: expected shape \[6, 11, H\]; got \[6, 10, 4\]"),
+        ({"d_hidden": torch.ones(6, 11, 4).long()}, TypeError, "d_hidden: expected"),
         ({"targets": torch.ones(6, 3).long()}, ValueError, "targets: expected shape"),
         ({"targets": None, "tokenizer": Bytes()}, ValueError,
          "targets: expected token ids for a tokenizer; got None"),

@@ -28,23 +28,20 @@ report.all_launches = lambda: few
 """
 
 
-def run(code, *args):
+def run(code, *args, status=0):
+    """Returns what the code and then the report print, or their errors."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", f"{SETUP}\n{code}\nreport.main(sys.argv[1:])", *args]
     root = Path(__file__).parents[2]
-    return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
-
-
-def stdout_of(code, *args):
-    done = run(code, *args)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stderr
+    return done.stderr if status else done.stdout
 
 
 def test_table(tmp_path):
     """Compiles one configuration per kernel; `make compile-report` compiles all."""
     out = tmp_path / "compile.md"
-    table = stdout_of("", "--arch", "sm_80", "gfx942", "--markdown", str(out))
+    table = run("", "--arch", "sm_80", "gfx942", "--markdown", str(out))
     # Aligned, unaligned, and with one of two strides of any size; of the policy loss nothing is
     # compiled anew for what 16 divides.
     names = ("token_stats", "logit_grads", "entry_dots", "segment_sums", "part_sums")
@@ -143,11 +140,11 @@ sys.exit(0)
 def test_finds():
     """The problems of each report, all from one process: some thirty builds."""
     codes = json.dumps({name: code for name, (code, _) in FAILURES.items()})
-    problems = json.loads(stdout_of(FINDING, codes))
+    problems = json.loads(run(FINDING, codes))
     for failure, (_, expected) in FAILURES.items():
         assert expected in "\n".join(problems[failure]), failure
-    done = run("few[:] = [of['policy_loss']]\nsass.budgeted = dict", "--arch", "sm_90")
-    assert done.returncode == 1 and "FAILED sum_parts_kernel: no launch covered" in done.stderr
+    errors = run("few[:] = [of['policy_loss']]\nsass.budgeted = dict", "--arch", "sm_90", status=1)
+    assert "FAILED sum_parts_kernel: no launch covered" in errors
 
 
 SASS = """
@@ -222,4 +219,4 @@ assert {x.kernel for x in sample} == report.kernels().keys() and pairs(sample) =
 assert len(sample) < len(launches) / 3
 sys.exit(0)
 """
-    stdout_of(code)
+    run(code)

@@ -39,13 +39,10 @@ class Structure(HTMLParser):
         self.tags = []
         self.feed(page)
 
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, attrs))
-
-    def handle_endtag(self, tag):
+    def handle_starttag(self, *tag):
         self.tags.append(tag)
 
-    handle_comment = handle_decl = unknown_decl = handle_pi = handle_endtag
+    handle_endtag = handle_comment = handle_decl = unknown_decl = handle_pi = handle_starttag
 
 
 def structure_of_report(folder, text):
@@ -66,9 +63,9 @@ def structure_of_report(folder, text):
 @pytest.mark.usefixtures("curves")
 def test_a_report_has_texts_as_text_alone(tmp_path):
     expected = structure_of_report(tmp_path, "text")
-    assert expected.count("td") > 20
+    assert expected.count(("td",)) > 20
     policy = ("content", "default-src 'none'; style-src 'unsafe-inline'")
-    assert any(policy in entry[1] for entry in expected if entry[0] == "meta")
+    assert any(policy in entry[1] for entry in expected if entry[0] == "meta" and len(entry) > 1)
     for text in HOSTILE:
         assert structure_of_report(tmp_path, text) == expected, text
 
