@@ -24,6 +24,7 @@ import json
 import math
 import multiprocessing
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -45,7 +46,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import gpu_costs, measure
 from benchmarks.contenders import BASELINE, CONTENDERS
 from benchmarks.workloads import Workload, make
-from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels import Execution, doctor, fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.head.products import addmm, new_rows
 from grpo_kernels.kernels import LogitTransform, select_backend
 
@@ -57,9 +58,9 @@ FLOOR, OURS = "bare GEMMs", (BASELINE, "ours, scoring", "ours")
 PEERS = ("Liger scaled CE", "cut-cross-entropy", "Liger Triton loss", "Liger fused linear")
 STRIPS = (512, 640, 660, 768, 1024)
 LAUNCHES = ((1024, 4), (2048, 4), (4096, 8), (4096, 16))  # columns and warps of the sweep
-TESTS = "tests/test_cuda_values.py tests/test_autograd.py -m gpu"
-COSTS: dict[str, gpu_costs.Method] = {"ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring}
-MODELLED = gpu_costs.METHODS | COSTS
+TESTS = """tests/test_cuda_values.py tests/test_autograd.py tests/test_pairs.py -m gpu -k
+"not on_a_gpu or (bfloat16 and (softcap or capturable or batch_invariant))" """
+MODELLED = {**gpu_costs.METHODS, "ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring}
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -72,8 +73,7 @@ class Day:
     def __init__(self, device: str) -> None:
         self.device, self.large = torch.device(device), device == "cuda"
         self.rounds = 7 if self.large else 1
-        name = torch.cuda.get_device_name() if self.large else ""
-        self.model = gpu_costs.device_of(name)
+        self.model = gpu_costs.device_of(torch.cuda.get_device_name() if self.large else "")
 
     def size(self, large: int, tiny: int) -> int:
         """Returns a size for the device."""
@@ -134,7 +134,8 @@ class Day:
             except Exception as error:  # the next one may well fit
                 yield {"run": name, "shape": shape, "status": measure.reason(error)}
                 continue
-            peaks[name] = {"extra_mib": (memory.extra_bytes or 0) / 2**20}
+            extra_mib = (memory.extra_bytes or 0) / 2**20
+            peaks[name] = {"run": name, "shape": shape, "extra_mib": extra_mib}
             if self.large:
                 peaks[name]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         taken = [{name: self.ms(runs[name]) for name in peaks} for _ in range(self.rounds)]
@@ -142,8 +143,7 @@ class Day:
         for name, row in peaks.items():
             ms, host = (measure.spread([turn[name][i] for turn in taken]) for i in range(2))
             first = first or ms[0]
-            row = {"run": name, "shape": shape, "ms": ms, "x": ms[0] / first} | row
-            row["host_ms"] = host
+            row |= {"ms": ms, "x": ms[0] / first, "host_ms": host}
             if self.model and name in MODELLED:
                 terms = MODELLED[name](gpu_costs.Step(self.model, *shape))
                 expected = sum(terms.values())
@@ -201,7 +201,7 @@ def run_of(day: Day, w: Workload, name: str) -> Run:
         loss = CONTENDERS[name].loss
         return lambda: [None, *torch.autograd.grad(loss(w), (w.hidden, w.weight))]
     backend = "triton" if day.large else "torch"  # whose interpreter takes its time
-    execution = Execution(backend=backend, capturable="capturable" in name)
+    execution = Execution(backend=backend)
     tensors = w.hidden, w.weight, w.targets
 
     def loss_and_gradients() -> list[Tensor]:
@@ -266,11 +266,8 @@ def trace(day: Day, run: Run) -> Row:
 def device(day: Day) -> Rows:
     """Tells what the GPU is, and its rates beside those that the cost model takes."""
     query = "name,clocks.sm,clocks.mem,power.limit,temperature.gpu"
-    about = {"run": "device", **measure.header(day.device.type)}
-    with suppress(OSError):
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        about["smi"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    yield about
+    smi = measure.output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    yield {"run": "device", **measure.header(day.device.type), "smi": smi}
     source = torch.zeros(day.size(1 << 30, 1 << 10), dtype=torch.uint8, device=day.device)
     copy, n = torch.empty_like(source), day.size(8192, 64)
     row = day.rate("copy", source.shape, 2 * source.numel(), partial(copy.copy_, source))
@@ -281,11 +278,10 @@ def device(day: Day) -> Rows:
 
 
 def calls(day: Day) -> Rows:
-    """Compares whole calls with float64: every kernel and kind of pass, on few tokens."""
-    from tests.tools.whole_calls import LARGE, results
-
-    for row in results(day.device.type, day.size(LARGE, 3001)):
-        yield {"run": row.pop("call"), **row}
+    """Compares kinds of calls with float64 in each dtype, as the doctor does."""
+    for dtype, name in itertools.product(doctor.GRADIENT_TOLERANCE, doctor.CALLS):
+        line, problem = doctor.check_call(name, dtype, day.device)
+        yield {"run": f"{name}, {dtype}", "result": line.strip(), "status": problem or "right"}
 
 
 def gemms(day: Day, H: int) -> Rows:
@@ -384,43 +380,14 @@ def model(day: Day) -> Rows:
         yield from day.times((B * (T - prompt), words, H), runs)
 
 
-def graph(day: Day, N: int, H: int) -> Rows:
-    """Compares a replayed CUDA graph, on other states than captured, with the call; times both."""
-    if not day.large:
-        raise ImportError("needs CUDA")
-    w = day.workload(N, H)
-    run, captured = run_of(day, w, "ours, capturable"), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        run()
-    day.wait()
-    with torch.cuda.graph(captured):
-        results = run()
-    with torch.no_grad():
-        w.hidden.mul_(0.9)
-    captured.replay()
-    row = errors(results, [x.double() for x in run()])
-    yield {"run": "replayed", "shape": shape_of(w), **row}
-    if row["status"] == "right":
-        runs = {"ours": run_of(day, w, "ours"), "ours, capturable": run}
-        yield from day.times(w, {**runs, "replayed": captured.replay})
-
-
 def tests(day: Day) -> Rows:
     """Runs the project's own tests of CUDA; a few failures tell enough."""
-    if find_spec("pytest") is None:
-        raise ImportError("pytest is not installed")
+    import_module("pytest")
     chosen = TESTS if day.large else "tests/test_backends.py -k 1003-plain"
     workers = "-n 8" if day.large and find_spec("xdist") else ""
-    command = f"-m pytest -q --tb=short --maxfail=3 -p no:cacheprovider {chosen} {workers}".split()
-    last = ""
-    with subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as process:
-        for line in process.stdout or ():
-            print(line, end="", flush=True)
-            last = line.strip() or last
-    status = "ok" if process.returncode == 0 else f"exit status {process.returncode}"
-    yield {"run": " ".join(command), "last": last, "status": status}
+    command = f"-m pytest -q --tb=short --maxfail=3 -p no:cacheprovider {chosen} {workers}"
+    status = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT).returncode
+    yield {"run": command, "status": f"exit status {status}" if status else "ok"}
 
 
 Part = tuple[str, Callable[[Day], Rows], float]  # its name, and its limit in seconds
@@ -445,17 +412,11 @@ PARTS: list[Part] = [
     at("exp_gemm", 4096, 896, exp_gemm),
     at("exp_gemm", 4096, 2048, exp_gemm),
     ("tests", tests, 60),
-    at("graph", 512, 896, graph),
-    at("graph", 4096, 2048, graph),
     at("call", 512, 896),
     at("call", 4096, 2048),
     ("gemms 896", partial(gemms, H=896), 25),
     ("gemms 4096", partial(gemms, H=4096), 25),
 ]
-
-
-def _few_digits(number: str) -> float:
-    return float(f"{float(number):.5g}")
 
 
 def work(run: Callable[[Day], Rows], device: str, path: Path, result: Row, name: str) -> None:
@@ -466,13 +427,12 @@ def work(run: Callable[[Day], Rows], device: str, path: Path, result: Row, name:
     part = result["parts"][name]
     try:
         for row in run(Day(device)):
-            text = json.dumps(json.loads(json.dumps(row), parse_float=_few_digits))
-            part["rows"].append(json.loads(text))
-            print(f"  {text}", flush=True)
+            row = json.loads(json.dumps(row), parse_float=lambda x: float(f"{float(x):.5g}"))
+            part["rows"].append(row)
+            print(f"  {json.dumps(row)}", flush=True)
             measure.write_json(path, result)
-        statuses = [(row["run"], row.get("status", "ok")) for row in part["rows"]]
-        bad = [f"{run}: {status}" for run, status in statuses if status not in ("ok", "right")]
-        part["status"] = "; ".join(bad) or "ok"
+        bad = [row for row in part["rows"] if row.get("status", "ok") not in ("ok", "right")]
+        part["status"] = "; ".join(f"{row['run']}: {row['status']}" for row in bad) or "ok"
     except ImportError as why:
         part["status"] = f"not run: {why}"
     except Exception as error:
@@ -494,9 +454,8 @@ def run_all(parts: list[Part], path: Path, device: str, end: float) -> Row:
         result["parts"][name] = {"status": status, "rows": []}
         measure.write_json(path, result)
         if remaining > 3:
-            process = multiprocessing.get_context("fork").Process(
-                target=work, args=(run, device, path, result, name)
-            )
+            args = run, device, path, result, name
+            process = multiprocessing.get_context("fork").Process(target=work, args=args)
             try:
                 process.start()
                 process.join(limit := min(limit, remaining))
@@ -510,10 +469,8 @@ def run_all(parts: list[Part], path: Path, device: str, end: float) -> Row:
             result = json.loads(path.read_text())
             part = result["parts"][name]
             if part["status"] == status:
-                late = f"out of time: more than {limit:.0f} s"
-                part["status"] = (
-                    f"its process ended, exit code {process.exitcode}" if ended else late
-                )
+                died, late = f"exit code {process.exitcode}", f"more than {limit:.0f} s"
+                part["status"] = f"its process ended, {died}" if ended else f"out of time: {late}"
             part["seconds"] = round(time.monotonic() - begin, 1)
             measure.write_json(path, result)
         print(f"{name}: {result['parts'][name]['status']}", flush=True)

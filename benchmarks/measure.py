@@ -363,12 +363,12 @@ def spread(values: list[float]) -> tuple[float, float, float]:
 
 def header(device: str) -> dict[str, Any]:
     """Describes the machine, the versions and the commit of a measurement."""
-    commit = _output_of("git", "describe", "--always", "--dirty", "--exclude=*")
+    commit = output_of("git", "describe", "--always", "--dirty", "--exclude=*")
     processor = platform.processor() or platform.machine()
     about = {}
     if torch.device(device).type == "cuda":
         processor = torch.cuda.get_device_name(device)
-        driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         about = {"driver": driver.split("\n")[0], "cuda": torch.version.cuda}
     elif Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -401,7 +401,8 @@ def write_json(path: Path | None, result: Any) -> None:
         scratch.replace(path)
 
 
-def _output_of(*command: str) -> str:
+def output_of(*command: str) -> str:
+    """Returns what a command prints; nothing if there is no such command."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     except OSError:

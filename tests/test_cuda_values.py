@@ -11,7 +11,6 @@ import torch
 from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.batches import config, make_batch, relative_error, run_fused
 from tests.helpers.head_options import OPTIONS, expect_equal, objective_options
-from tests.tools import whole_calls
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,7 +23,7 @@ def options_of(name="old_logps", chunk_bytes=None):
     return {"execution": Execution(chunk_bytes=chunk_bytes), **objective_options(name)}
 
 
-# In every dtype; `test_pairs.py` has each option of the head there, `whole_calls` others in one.
+# In every dtype; `test_pairs.py` has every option alone.
 EVERY_OPTION, OF_THE_HEAD = OPTIONS["everything"]
 CASES = {
     "one_pass": options_of(),
@@ -50,13 +49,6 @@ def test_values(case, dtype):
         assert 1e-4 < (near.logps - expected.logps).abs().max() < 0.2
         return
     expect_equal(batch, options, tolerance=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("name", whole_calls.CASES)
-def test_values_of_whole_calls(name):
-    """Whole calls that the GPU benchmarks check first."""
-    row = whole_calls.compare(name, "cuda", large=V + 500, tokens=3)
-    assert whole_calls.is_right(row, whole_calls.CASES[name][0]), row
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

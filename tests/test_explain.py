@@ -28,7 +28,7 @@ from tests.helpers.batches import (
 from tests.helpers.supports import make_support
 from tests.test_own_objective import Dro, entropy_scaled, saying, sequence_clipped
 
-SHOWN = ("old_logps", "ref_logps", "sampling_logps")
+TENSORS = ("old_logps", "ref_logps", "sampling_logps")
 
 
 def batch_of(layout, ce=False):
@@ -37,174 +37,143 @@ def batch_of(layout, ce=False):
     return packed(batch) if layout == "packed" else batch
 
 
-def call_and_explanation(batch, loss, names=(), **options):
-    """A fused call, the gradient of its states, and the explanation."""
-    more = {k: options.pop(k) for k in ("support", "reference") if k in options}
+def shown(batch):
+    """The tokens that an explanation has."""
+    return batch.mask if batch.ce_weights is None else batch.mask | (batch.ce_weights != 0)
+
+
+def other_model(batch):
+    noise = torch.randn(batch.hidden.shape, generator=torch.Generator().manual_seed(1))
+    return Reference(batch.hidden + 0.1 * noise, batch.weight)
+
+
+# The loss of a call, the log-probs that it takes, and what else.
+GRPO = config(loss_type="grpo", beta=0.2)
+OWN = {
+    "own class": Dro(tau=0.7), "own function": sequence_clipped,
+    "own entropy": saying(entropy_scaled, token_local=True, entropy_gradient=True),
+}  # fmt: skip
+CALLS = {
+    **{name: (config(**options), names, {}) for name, (options, names) in OBJECTIVES.items()},
+    **{name: (GRPOLossConfig(loss_type=x, beta=0.1), TENSORS, {}) for name, x in OWN.items()},
+    "num_items": (GRPO, TENSORS, {"num_items": lambda _: 17.0}),
+    "support": (GRPO, TENSORS, {"support": lambda b: make_support(replace(b, mask=shown(b)))}),
+    "reference": (GRPO, TENSORS[:1], {"reference": other_model}),
+    "exact KL": (config(beta=0.2, kl_estimator="exact"), TENSORS[:1], {"reference": other_model}),
+}  # fmt: skip
+# Metrics of a call, the column of each, and what it is of the tokens of the policy.
+METRICS = {
+    "tokens": ("loss", len), "ratio_mean": ("ratio", torch.mean), "ratio_max": ("ratio", torch.max),
+    "kl": ("kl", torch.mean), "kl_max": ("kl", torch.max), "entropy": ("entropy", torch.mean),
+    "sampling/importance_sampling_ratio/max": ("importance_weight", torch.max),
+    "sampling/importance_sampling_ratio/min": ("importance_weight", torch.min),
+    "sampling/sampling_logp_difference/mean": ("sampler_gap", lambda x: x[x == x].abs().mean()),
+    "sampling/sampling_logp_difference/max": ("sampler_gap", lambda x: x[x == x].abs().max()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ce", (False, True), ids=("policy", "cross_entropy"))
+@pytest.mark.parametrize("layout", ("padded", "packed"))
+@pytest.mark.parametrize("call", CALLS)
+def test_columns_add_up_to_the_call(call, layout, ce):
+    """Loss and metrics are the call's, gradients by log-probs and entropy are float64's."""
+    (loss, names, more), batch = CALLS[call], batch_of(layout, ce)
+    more = {name: make(batch) for name, make in more.items()}
+    num_items = {name: more.pop(name) for name in ("num_items",) if name in more}
     kwargs = {name: getattr(batch, name) for name in (*names, "ce_weights", "cu_seqlens")}
-    kwargs |= {"config": loss, **options}
+    kwargs |= {"config": loss, **num_items}
+    args = batch.targets, batch.advantages, batch.mask
     hidden = batch.hidden.clone().requires_grad_()
-    out = fused_grpo_loss(
-        hidden, batch.weight, batch.targets, batch.advantages, batch.mask, **kwargs, **more
-    )
+    out = fused_grpo_loss(hidden, batch.weight, *args, **kwargs, **more)
     out.loss.backward()
-    return out, hidden.grad, explain(out, batch.targets, batch.advantages, batch.mask, **kwargs)
+    explanation = explain(out, *args, **kwargs)
+    columns = explanation.columns
 
-
-def check_sums(out, explanation):
-    columns, in_policy = explanation.columns, ~explanation.columns["advantage"].isnan()
+    assert explanation.loss == out.loss.item()
     total = columns["loss"].double().sum().item()
     assert total == pytest.approx(out.loss.item(), rel=1e-5, abs=1e-6)
     parts = [columns[x] for x in ("policy", "kl_loss", "ce_loss", "entropy_loss") if x in columns]
     torch.testing.assert_close(sum(parts), columns["loss"], rtol=1e-5, atol=1e-7)
-    assert explanation.loss == out.loss.item()
-    metrics = {name: x.item() for name, x in out.metrics.items()}
-    expected = {}
-    for name, (column, reduce) in {
-        "tokens": ("loss", len), "ratio_mean": ("ratio", torch.mean),
-        "ratio_max": ("ratio", torch.max), "kl": ("kl", torch.mean), "kl_max": ("kl", torch.max),
-        "entropy": ("entropy", torch.mean),
-        "sampling/importance_sampling_ratio/max": ("importance_weight", torch.max),
-        "sampling/importance_sampling_ratio/min": ("importance_weight", torch.min),
-        "sampling/sampling_logp_difference/mean":
-            ("sampler_gap", lambda x: x[~x.isnan()].abs().mean()),
-        "sampling/sampling_logp_difference/max":
-            ("sampler_gap", lambda x: x[~x.isnan()].abs().max()),
-    }.items():  # fmt: skip
-        if column in columns:
-            expected[name] = float(reduce(columns[column][in_policy]))
-    assert set(expected) <= set(metrics)
-    actual = {name: metrics[name] for name in expected}
-    assert expected == pytest.approx(actual, rel=1e-4, abs=1e-5)
+    in_policy = ~columns["advantage"].isnan()
+    metrics = {
+        name: float(reduce(columns[column][in_policy]))
+        for name, (column, reduce) in METRICS.items()
+        if column in columns
+    }
+    expected = {name: out.metrics[name].item() for name in metrics}
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
-
-def check_gradient(out, explanation, batch, loss, names=(), **options):
-    """Against autograd's in float64, by log-probs and entropy."""
-    shown = batch.mask if batch.ce_weights is None else batch.mask | (batch.ce_weights != 0)
+    if "reference" in more and not loss.exact_kl:
+        kwargs["ref_logps"] = out.ref_logps
+    kwargs |= {} if out.kl is None else {"kl": out.kl}
+    tensors = {k: x for k, x in kwargs.items() if isinstance(x, torch.Tensor)}
+    tensors = {k: x.double() for k, x in tensors.items() if x.is_floating_point()}
     logps, entropy = (x.double().requires_grad_() for x in (out.logps, out.entropy))
-    kwargs = {name: getattr(batch, name) for name in (*names, "ce_weights", "cu_seqlens")}
-    if out.kl is not None:
-        options["kl"] = out.kl.double()
-    kwargs |= {name: x.double() for name, x in kwargs.items()
-               if x is not None and x.is_floating_point()}  # fmt: skip
     exact = reference.grpo_loss(
-        logps, batch.advantages.double(), batch.mask, entropy=entropy, config=loss,
-        **kwargs, **options,
-    )  # fmt: skip
+        logps, batch.advantages.double(), batch.mask, entropy=entropy, **kwargs | tensors
+    )
     exact.loss.backward()
-    assert relative_error(explanation.columns["gradient"], logps.grad[shown]) < 1e-5
-    expected = entropy.grad
-    assert ("entropy_gradient" in explanation.columns) == (expected is not None)
-    if expected is not None:
-        assert relative_error(explanation.columns["entropy_gradient"], expected[shown]) < 1e-5
+    rows = shown(batch)
+    assert relative_error(columns["gradient"], logps.grad[rows]) < 1e-5
+    assert ("entropy_gradient" in columns) == (entropy.grad is not None)
+    if entropy.grad is not None:
+        assert relative_error(columns["entropy_gradient"], entropy.grad[rows]) < 1e-5
+    if loss.exact_kl:  # whose gradient is no function of these
+        return
+    # What the call sends back is the chain rule from these columns.
+    d_hidden, hidden.grad = hidden.grad, None
+    how = {"entropy": True, "support": more.get("support")}
+    scored = linear_logprobs(hidden, batch.weight, batch.targets, rows, **how)
+    again = (columns["gradient"] * scored.logps[rows]).sum()
+    if "entropy_gradient" in columns:
+        again = again + (columns["entropy_gradient"] * scored.entropy[rows]).sum()
+    again.backward()
+    assert relative_error(hidden.grad, d_hidden) < 2e-5
 
 
-@pytest.mark.parametrize("layout", ("padded", "packed"))
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_every_objective(objective, layout):
-    options, names = OBJECTIVES[objective]
-    loss = config(**options)
-    for ce in (False, True):
-        batch = batch_of(layout, ce)
-        out, d_hidden, explanation = call_and_explanation(batch, loss, names)
-        check_sums(out, explanation)
-        check_gradient(out, explanation, batch, loss, names)
-        # What the call sends back is the chain rule from these columns.
-        hidden = batch.hidden.clone().requires_grad_()
-        shown = batch.mask if batch.ce_weights is None else batch.mask | (batch.ce_weights != 0)
-        scored = linear_logprobs(hidden, batch.weight, batch.targets, shown, entropy=True)
-        columns = explanation.columns
-        again = (columns["gradient"] * scored.logps[shown]).sum()
-        if "entropy_gradient" in columns:
-            again = again + (columns["entropy_gradient"] * scored.entropy[shown]).sum()
-        again.backward()
-        assert relative_error(hidden.grad, d_hidden) < 2e-5
-
-
-OWN = {
-    "class": Dro(tau=0.7), "callable": sequence_clipped,
-    "entropy": saying(entropy_scaled, token_local=True, entropy_gradient=True),
+# Options, the tokens that a column says they concern, and their share by the call's metrics.
+MARKED = {
+    "clip_low": (OBJECTIVES["clip_asymmetric"][0], lambda x: x["clip"] == -1,
+                 lambda metrics, _: metrics["clip_low"]),
+    "clip_high": (OBJECTIVES["clip_asymmetric"][0], lambda x: x["clip"] == 1,
+                  lambda metrics, _: metrics["clip_high"]),
+    "off_policy": ({"off_policy_threshold": 0.2}, lambda x: x["dropped"] == 1,
+                   lambda metrics, _: metrics["off_policy_dropped"]),
+    "entropy": ({"top_entropy_quantile": 0.4}, lambda x: x["dropped"] == 1,
+                lambda metrics, _: 1 - metrics["entropy_kept"]),
+    "importance": ({"is_correction": "token_mask", "is_clip_max": 0.6},
+                   lambda x: x["dropped"] == 1,
+                   lambda _, columns: (columns["importance_weight"] == 0).float().mean()),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ("padded", "packed"))
-@pytest.mark.parametrize("loss_type", OWN)
-def test_own_losses(loss_type, layout):
-    batch, loss = batch_of(layout), GRPOLossConfig(loss_type=OWN[loss_type], beta=0.1)
-    out, _, explanation = call_and_explanation(batch, loss, SHOWN)
-    check_sums(out, explanation)
-    check_gradient(out, explanation, batch, loss, SHOWN)
-
-
-@pytest.mark.parametrize("case", ("num_items", "support", "reference", "exact"))
-def test_other_calls(case):
-    batch, names, options = batch_of("padded", case == "num_items"), SHOWN, {}
-    loss, exact = config(loss_type="grpo", beta=0.2), {}
-    match case:
-        case "num_items":
-            options = exact = {"num_items": 17.0}
-        case "support":
-            options["support"] = make_support(batch)
-        case _:
-            names = ("old_logps",)
-            g = torch.Generator().manual_seed(1)
-            states = batch.hidden + 0.1 * torch.randn(batch.hidden.shape, generator=g)
-            options["reference"] = Reference(states, batch.weight)
-    if case == "exact":
-        loss = config(beta=0.2, kl_estimator="exact")
-    out, _, explanation = call_and_explanation(batch, loss, names, **options)
-    check_sums(out, explanation)
-    if case == "reference":
-        batch, names = replace(batch, ref_logps=out.ref_logps), ("old_logps", "ref_logps")
-    check_gradient(out, explanation, batch, loss, names, **exact)
-
-
-def test_clips():
-    options, names = OBJECTIVES["clip_asymmetric"]
-    out, _, explanation = call_and_explanation(batch_of("padded"), config(**options), names)
-    for name, bound in (("clip_low", -1), ("clip_high", 1)):
-        share = (explanation.columns["clip"] == bound).float().mean().item()
-        assert 0 < share == pytest.approx(out.metrics[name].item())
-    assert "dropped" not in explanation.columns
-
-
-@pytest.mark.parametrize(
-    ("options", "share"),
-    (
-        ({"off_policy_threshold": 0.2}, lambda metrics, _: metrics["off_policy_dropped"]),
-        ({"top_entropy_quantile": 0.4}, lambda metrics, _: 1 - metrics["entropy_kept"]),
-        ({"is_correction": "token_mask", "is_clip_max": 0.6},
-         lambda _, columns: (columns["importance_weight"] == 0).float().mean()),
-    ),
-    ids=("off_policy", "entropy", "importance"),
-)  # fmt: skip
-def test_masks(options, share):
-    batch = batch_of("padded")
-    batch.sampling_logps = batch.sampling_logps + 0.5
-    names = ("old_logps", "sampling_logps")
-    out, _, explanation = call_and_explanation(batch, config(**options), names)
-    dropped = explanation.columns["dropped"]
-    assert 0 < dropped.mean().item() == pytest.approx(share(out.metrics, explanation.columns))
-    assert not explanation.columns["gradient"][dropped == 1].any()
-
-
-def facts(**more):
-    return {
-        "groups": 3, "rewards": [1.0, 0.0, 0.5, 0.25, 0.25, 1.0],
-        "truncated": torch.tensor([0, 0, 1, 0, 0, 0], dtype=torch.bool),
-        "prompts": ["a", "a", "a", "b", "b", "b"], **more,
-    }  # fmt: skip
+@pytest.mark.parametrize("option", MARKED)
+def test_clipped_and_dropped_tokens_are_marked(option):
+    options, chosen, share = MARKED[option]
+    batch, loss = batch_of("padded"), config(**options)
+    tensors = {"old_logps": batch.old_logps, "sampling_logps": batch.sampling_logps + 0.5}
+    args = batch.targets, batch.advantages, batch.mask
+    out = fused_grpo_loss(batch.hidden, batch.weight, *args, config=loss, **tensors)
+    columns = explain(out, *args, config=loss, **tensors).columns
+    marked = chosen(columns)
+    assert 0 < marked.float().mean().item() == pytest.approx(share(out.metrics, columns).item())
+    assert ("dropped" in columns) == ("clip" not in option)
+    if "dropped" in columns:
+        assert not columns["gradient"][marked].any()
 
 
 def arguments(layout="padded", **more):
-    """The arguments of an explanation, of log-probs at hand."""
-    batch, loss = batch_of(layout), config(loss_type="grpo", beta=0.1)
-    kwargs = {name: getattr(batch, name) for name in (*SHOWN, "cu_seqlens")} | {"config": loss}
+    """The arguments of an explanation of log-probs, with facts of the sequences."""
+    batch = batch_of(layout)
+    kwargs = {name: getattr(batch, name) for name in (*TENSORS, "cu_seqlens")} | {"config": GRPO}
     logps = batch.old_logps + 0.1
-    entropy = logps * 0 + 2.0
-    out = grpo_loss(logps, batch.advantages, batch.mask, entropy=entropy, **kwargs)
-    positional = {"out": out, "targets": batch.targets, "advantages": batch.advantages,
-                  "mask": batch.mask}  # fmt: skip
-    return positional | kwargs | facts() | more
+    out = grpo_loss(logps, batch.advantages, batch.mask, entropy=logps * 0 + 2.0, **kwargs)
+    return {
+        "out": out, "targets": batch.targets, "advantages": batch.advantages, "mask": batch.mask,
+        "groups": 3, "rewards": [1.0, 0.0, 0.5, 0.25, 0.25, 1.0],
+        "truncated": torch.tensor([0, 0, 1, 0, 0, 0], dtype=torch.bool),
+        "prompts": ["a", "a", "a", "b", "b", "b"], **kwargs, **more,
+    }  # fmt: skip
 
 
 def test_sequences_and_groups():
@@ -272,17 +241,6 @@ def test_two_calls_of_a_step_are_one():
     assert [x["sequences"] for x in joined.groups] == [[0, 1, 4], [2, 3, 5]]
 
 
-def test_calls_that_do_not_join():
-    part = explain(**arguments())
-    with pytest.raises(ValueError, match="parts: expected one explanation at least; got none"):
-        join([])
-    with pytest.raises(ValueError, match="scales: expected 2, one for each part; got 1"):
-        join([part, part], [1.0])
-    other = explain(**arguments(next_logps=batch_of("padded").old_logps))
-    with pytest.raises(ValueError, match=r"parts\[1\]: expected the columns of parts\[0\]"):
-        join([part, other])
-
-
 def test_what_came_beside_the_call():
     batch = batch_of("padded")
     d_hidden = torch.rand(6, 11, 5, dtype=torch.float64)
@@ -340,51 +298,62 @@ def test_a_cause_shows_its_tokens():
     )
 
 
-REFUSED = {
-    "out": ({"out": 3}, TypeError, "out: expected a GRPOLossOutput; got int"),
-    "another config": ({"config": config(loss_type="grpo", beta=0.5)}, ValueError,
-                       "out.loss: expected the sum of the tokens' losses"),
-    "without a reference": ({"ref_logps": None}, ValueError, "beta=.* needs .* reference"),
-    "groups": ({"groups": 4}, ValueError,
-               "groups: expected a divisor of the number of sequences, 6; got 4"),
-    "config": ({"config": {}}, TypeError, "config: expected a GRPOLossConfig; got dict"),
-    "texts as rewards": ({"rewards": ["a"] * 6}, TypeError, "rewards: expected numbers; got 'a'"),
-    "group ids": ({"groups": [1, 2]}, ValueError,
-                  "groups: expected one for each of 6 sequences; got shape \\[2\\]"),
-    "float ids": ({"groups": torch.ones(6)}, TypeError, "groups: expected whole numbers"),
-    "rewards": ({"rewards": torch.ones(6, 2)}, ValueError,
-                r"rewards: expected one for each of 6 sequences; got shape \[6, 2\]"),
-    "truncated": ({"truncated": [True]}, ValueError, "truncated: expected one for each of 6"),
-    "prompts": ({"prompts": "abcdef"}, TypeError, "prompts: expected a list or tensor; got str"),
-    "next_logps": ({"next_logps": torch.ones(6, 3)}, ValueError,
-                   r"next_logps: expected shape \[6, 11\]; got \[6, 3\]"),
-    "d_hidden": ({"d_hidden": torch.ones(6, 10, 4)}, ValueError,
-                 r"d_hidden: expected shape \[6, 11, H\]; got \[6, 10, 4\]"),
-    "targets": ({"targets": torch.ones(6, 3).long()}, ValueError, r"targets: expected shape"),
-    "rows of texts": ({"texts": [["a"]]}, ValueError, "texts: expected one for each of 6"),
-    "texts": ({"texts": [["a"]] * 6}, ValueError,
-              r"texts\[0\]: expected 9 texts, or 11 and more for all positions; got 1"),
-    "one text": ({"texts": ["a" * 11] * 6}, TypeError, r"texts\[0\]: expected a list of texts"),
-    "tokenizer": ({"tokenizer": "gpt2"}, TypeError, "tokenizer: expected an object with decode"),
-    "both": ({"texts": [["a"] * 11] * 6, "tokenizer": Bytes()}, ValueError,
-             "tokenizer: expected None with texts"),
-    "no targets": ({"targets": None, "tokenizer": Bytes()}, ValueError,
-                   "targets: expected token ids for a tokenizer; got None"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case):
-    change, error, message = REFUSED[case]
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    (
+        ({"out": 3}, TypeError, "out: expected a GRPOLossOutput; got int"),
+        ({"config": {}}, TypeError, "config: expected a GRPOLossConfig; got dict"),
+        ({"config": config(beta=0.5)}, ValueError,
+         "out.loss: expected the sum of the tokens' losses"),
+        ({"ref_logps": None}, ValueError, "beta=.* needs .* reference"),
+        ({"groups": 4}, ValueError,
+         "groups: expected a divisor of the number of sequences, 6; got 4"),
+        ({"groups": [1, 2]}, ValueError,
+         r"groups: expected one for each of 6 sequences; got shape \[2\]"),
+        ({"groups": torch.ones(6)}, TypeError, "groups: expected whole numbers"),
+        ({"rewards": ["a"] * 6}, TypeError, "rewards: expected numbers; got 'a'"),
+        ({"rewards": torch.ones(6, 2)}, ValueError,
+         r"rewards: expected one for each of 6 sequences; got shape \[6, 2\]"),
+        ({"truncated": [True]}, ValueError, "truncated: expected one for each of 6"),
+        ({"prompts": "abcdef"}, TypeError, "prompts: expected a list or tensor; got str"),
+        ({"next_logps": torch.ones(6, 3)}, ValueError,
+         r"next_logps: expected shape \[6, 11\]; got \[6, 3\]"),
+        ({"d_hidden": torch.ones(6, 10, 4)}, ValueError,
+         r"d_hidden: expected shape \[6, 11, H\]; got \[6, 10, 4\]"),
+        ({"d_hidden": torch.ones(6, 11, 4).long()}, TypeError, "d_hidden: expected"),
+        ({"targets": torch.ones(6, 3).long()}, ValueError, "targets: expected shape"),
+        ({"targets": None, "tokenizer": Bytes()}, ValueError,
+         "targets: expected token ids for a tokenizer; got None"),
+        ({"texts": [["a"]]}, ValueError, "texts: expected one for each of 6"),
+        ({"texts": [["a"]] * 6}, ValueError,
+         r"texts\[0\]: expected 9 texts, or 11 and more for all positions; got 1"),
+        ({"texts": ["a" * 11] * 6}, TypeError, r"texts\[0\]: expected a list of texts"),
+        ({"tokenizer": "gpt2"}, TypeError, "tokenizer: expected an object with decode"),
+        ({"texts": [["a"] * 11] * 6, "tokenizer": Bytes()}, ValueError,
+         "tokenizer: expected None with texts"),
+    ),
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_an_error_names_the_argument(change, error, message):
     with pytest.raises(error, match=message):
         explain(**arguments(**change))
 
 
-def test_thresholds_check_themselves():
-    with pytest.raises(ValueError, match=r"ratio: expected a number > 0; got -1"):
-        Thresholds(ratio=-1.0)
-    with pytest.raises(ValueError, match=r"path: expected a name in .html or .*got '.png'"):
-        explain(**arguments()).write("a.png")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    (
+        (lambda x, _: join([]), "parts: expected one explanation at least; got none"),
+        (lambda x, _: join([x, x], [1.0]), "scales: expected 2, one for each part; got 1"),
+        (lambda x, other: join([x, other]), r"parts\[1\]: expected the columns of parts\[0\]"),
+        (lambda x, _: x.write("a.png"), "path: expected a name in .html or .*got '.png'"),
+        (lambda x, _: Thresholds(ratio=-1.0), "ratio: expected a number > 0; got -1"),
+    ),
+    ids=("none", "scales", "columns", "write", "threshold"),
+)
+def test_what_does_not_join_or_write_is_named(call, message):
+    other = explain(**arguments(next_logps=batch_of("padded").old_logps))
+    with pytest.raises(ValueError, match=message):
+        call(explain(**arguments()), other)
 
 
 def test_every_parameter_is_described_and_the_example_runs(capsys):

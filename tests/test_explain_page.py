@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 import re
 import struct
 from html.parser import HTMLParser
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from grpo_kernels.explain.page import html
-from tests.helpers.explanations import HOSTILE, TEXTS, explanation
+from tests.helpers.explanations import HOSTILE, TEXTS, explanation, strict_json
 
 EMPTY = explanation(
     columns={}, sequence=torch.tensor([]), position=torch.tensor([]), sequences=[], groups=[],
@@ -36,16 +35,8 @@ class Page(HTMLParser):
     def handle_endtag(self, tag):
         self.tag = None
 
-    @property
-    def script(self):
-        return self.parts[("script",)]
-
     def data(self):
-        def refuse(constant):
-            raise ValueError(f"not strict JSON: {constant}")
-
-        text = self.parts[("script", "application/json")]
-        return json.loads(text, parse_constant=refuse)
+        return strict_json(self.parts[("script", "application/json")])
 
 
 def test_may_run_its_script_alone_and_load_nothing():
@@ -63,26 +54,20 @@ def test_may_run_its_script_alone_and_load_nothing():
     names = {name for _, attributes in page.tags for name in attributes}
     assert not {x for x in names if x in ("src", "href", "style", "action") or x[:2] == "on"}
     assert "url(" not in page.parts[("style",)] and "@import" not in page.parts[("style",)]
-
-
-def test_text_becomes_text_alone():
-    script = Page(html(explanation())).script
+    # Ways in which text would become more than text.
     for way in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function("):
-        assert way not in script
+        assert way not in page.parts[("script",)]
 
 
 def test_hostile_text_adds_no_element():
     page, empty = (Page(html(x, title=HOSTILE)) for x in (explanation(), EMPTY))
-    assert page.tags == empty.tags and page.script == empty.script
+    assert page.tags == empty.tags and page.parts[("script",)] == empty.parts[("script",)]
     data = page.data()
     assert data["title"] == data["causes"][0]["text"] == data["sequences"][1]["prompt"] == HOSTILE
     assert data["texts"] == [list(texts) for texts in TEXTS] and HOSTILE in data["columns"]
     assert html(explanation()).isascii()
-
-
-def test_without_a_cause_the_page_says_so():
-    assert Page(html(explanation())).data()["nothing"] == ""
-    assert Page(html(EMPTY)).data()["nothing"] == str(EMPTY) != ""
+    # A page without a cause says so.
+    assert data["nothing"] == "" and empty.data()["nothing"] == str(EMPTY) != ""
 
 
 def test_numbers_keep_four_digits_and_what_is_none():
@@ -94,11 +79,9 @@ def test_numbers_keep_four_digits_and_what_is_none():
     assert list(data["columns"]) == list(expected.columns)
     for name, column in expected.columns.items():
         packed = base64.b64decode(data["columns"][name], validate=True)
-        floats = [
-            struct.unpack("<f", b"\0" + packed[i : i + 3])[0] for i in range(0, len(packed), 3)
-        ]
-        close = {"rtol": 2.0**-16, "atol": 1e-42, "equal_nan": True}
-        torch.testing.assert_close(torch.tensor(floats), column, **close)
+        parts = [b"\0" + packed[i : i + 3] for i in range(0, len(packed), 3)]
+        floats = torch.tensor([struct.unpack("<f", x)[0] for x in parts])
+        torch.testing.assert_close(floats, column, rtol=2.0**-16, atol=1e-42, equal_nan=True)
 
 
 def test_columns_with_strides_and_the_nan_of_a_gpu():

@@ -1,21 +1,22 @@
 """Pages that explain steps of a run, and which steps those are."""
 
-import json
 import math
-from dataclasses import replace
 
 import pytest
-import torch
 
 from grpo_kernels.explain.exports import read
 from grpo_kernels.explain.steps import FIRST, ExplainedSteps
-from tests.helpers.trainer_runs import FakeRollout, config_of, run, trainer_of
+from tests.helpers.trainer_runs import (
+    FakeRollout,
+    assert_same_weights,
+    config_of,
+    rows_of,
+    run,
+    trainer_of,
+    weights_of,
+)
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
-
-
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +81,10 @@ def test_a_page_that_fails_does_not_end_the_run(tiny_model, tmp_path, capsys):
 
 
 def test_explaining_changes_no_weight(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, steps=3)
-    plain = run(config).policy
-    explained = run(replace(config, output=f"{config.output}-2", explain_every=1)).policy
-    for p, q in zip(plain.parameters(), explained.parameters(), strict=True):
-        assert torch.equal(p, q)
+    plain, explained = (
+        run(config_of(tiny_model, tmp_path, f"every {n}", steps=3, explain_every=n)) for n in (0, 1)
+    )
+    assert_same_weights(weights_of(explained), weights_of(plain))
 
 
 def steps_of(values, **options):

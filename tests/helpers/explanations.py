@@ -1,5 +1,6 @@
 """Explanations made by hand, with what no run should have and some do."""
 
+import json
 import math
 
 import torch
@@ -13,6 +14,15 @@ TEXTS = (
     (),
     ("\x00\x1b[31m", "<|im_end|>"),
 )
+
+
+def strict_json(text):
+    """Reads JSON without NaN and infinity."""
+
+    def refuse(constant):
+        raise ValueError(f"not strict JSON: {constant}")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def explanation(**changes) -> Explanation:

@@ -1,7 +1,7 @@
 """Damages the sources, one line at a time, and expects tests to object.
 
     python -m tests.tools.mutants                 every damage; exit status 1 if one goes unseen
-    python -m tests.tools.mutants --only softcap  those with the word in description or path
+    python -m tests.tools.mutants --only softcap  those with the word in their line
     python -m tests.tools.mutants --kernels       those of the kernels, by tests that run their PTX
 
 Each damage is made in a copy of the tree. The test modules that are named with it run first, those
@@ -19,12 +19,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.tools.damages import DAMAGES, KERNEL_DAMAGES, Damage
 
@@ -37,16 +34,7 @@ PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 FAST = ("-m", "not slow")
 PTX = ("-p", "tests.ptx.plugin", "--ptx-arch", "90")
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others are errors of its own
-NOT_SEEN = "NOT SEEN"
-
-
-class Result(NamedTuple):
-    """The test that failed first, if one did; the end of pytest's output, if it broke."""
-
-    damage: Damage
-    seen_by: str
-    seconds: float
-    error: str = ""
+NOT_SEEN, BROKEN = "NOT SEEN", "BROKEN"
 
 
 def damaged(text: str, damage: Damage) -> str:
@@ -76,30 +64,12 @@ def check(damages: Iterable[Damage]) -> None:
         compile(damaged(source, damage), damage.path, "exec")
         for name in damage.tests:
             if not (ROOT / "tests" / f"{name}.py").exists():
-                raise ValueError(f"{damage.what}: expected modules in tests/; got {name}")
-
-
-def copy_to(tree: Path) -> None:
-    """A copy of what the fast tier reads."""
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "results")
-            shutil.copytree(ROOT / name, tree / name, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, tree / name)
+                raise ValueError(f"{damage}: expected modules in tests/; got {name}")
 
 
 def fast_tier() -> list[str]:
     """The modules of the fast tier."""
     return sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py"))
-
-
-def tests_of(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A run of tests on the sources of the tree."""
-    return subprocess.run(
-        [sys.executable, *PYTEST, *arguments], cwd=tree, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)},
-    )  # fmt: skip
 
 
 def runs_of(damage: Damage, kernels: bool) -> list[tuple[str, ...]]:
@@ -112,60 +82,58 @@ def runs_of(damage: Damage, kernels: bool) -> list[tuple[str, ...]]:
     return [(*marks, *named), (*FAST, *fast_tier())]
 
 
-def run(damage: Damage, kernels: bool = False) -> Result:
-    """Makes the damage in a copy of the tree and runs the tests there."""
-    start = time.monotonic()
+def first_failure(runs: Iterable[tuple[str, ...]], damage: Damage | None = None) -> str:
+    """Runs tests in a copy of the tree; returns the first that fails, or how pytest broke."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        copy_to(tree)
-        source = tree / "grpo_kernels" / damage.path
-        source.write_text(damaged(source.read_text(), damage))
-        for arguments in runs_of(damage, kernels):
-            done = tests_of(tree, *arguments)
-            seconds = time.monotonic() - start
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "results")
+                shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+            else:
+                shutil.copy(ROOT / name, tree / name)
+        if damage:
+            source = tree / "grpo_kernels" / damage.path
+            source.write_text(damaged(source.read_text(), damage))
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+        for arguments in runs:
+            command = [sys.executable, *PYTEST, *arguments]
+            done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
             if done.returncode == FAILED:
                 first = re.search(r"^(?:FAILED|ERROR) tests/([^\s\[]+)", done.stdout, re.M)
-                return Result(damage, first[1] if first else "?", seconds)
+                return first[1] if first else "?"
             if done.returncode != PASSED:
-                return Result(damage, "", seconds, done.stdout[-2000:] + done.stderr[-2000:])
-    return Result(damage, "", seconds)
-
-
-def undamaged_is_green(workers: int, chosen: list[Damage], kernels: bool) -> bool:
-    """True if the tests pass on an undamaged copy; one that never passes sees everything."""
-    named = sorted({f"tests/{name}.py" for damage in chosen for name in damage.tests})
-    arguments = (*PTX, *named) if kernels else fast_tier()
-    with tempfile.TemporaryDirectory() as folder:
-        copy_to(Path(folder))
-        done = tests_of(Path(folder), *FAST, "-n", str(workers), *arguments)
-    if done.returncode != PASSED:
-        print(done.stdout[-4000:], done.stderr[-2000:])
-    return done.returncode == PASSED
+                return f"{BROKEN}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return ""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.tools.mutants", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--only", default="", help="a word of the description or of the path")
+    parser.add_argument("--only", default="", help="a word of the line in damages.py")
     parser.add_argument("--kernels", action="store_true", help="damages of the kernels instead")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args(argv)
     damages = KERNEL_DAMAGES if args.kernels else DAMAGES
-    chosen = [damage for damage in damages if args.only in damage.what + damage.path]
+    chosen = [damage for damage in damages if args.only in str(damage)]
     check(chosen)
-    if not undamaged_is_green(args.workers, chosen, args.kernels):
-        print("The tests fail without any damage.")
+    named = sorted({f"tests/{name}.py" for damage in chosen for name in damage.tests})
+    undamaged = (*PTX, *named) if args.kernels else fast_tier()
+    # Tests that never pass would see everything.
+    if failure := first_failure([(*FAST, "-n", str(args.workers), *undamaged)]):
+        print(f"The tests fail without any damage: {failure}")
         return 1
-    results = []
+
+    def is_seen(damage: Damage) -> bool:
+        failure = first_failure(runs_of(damage, args.kernels), damage)
+        print(f"{damage}: {failure or NOT_SEEN}", flush=True)
+        return bool(failure) and not failure.startswith(BROKEN)
+
     with ThreadPoolExecutor(args.workers) as pool:
-        for result in pool.map(partial(run, kernels=args.kernels), chosen):
-            results.append(result)
-            outcome = result.seen_by or (f"BROKEN\n{result.error}" if result.error else NOT_SEEN)
-            print(f"{result.seconds:6.1f} s  {result.damage.what}: {outcome}", flush=True)
-    seen = sum(bool(result.seen_by) for result in results)
-    print(f"{seen} of {len(results)} damages were seen")
-    return 0 if seen == len(results) else 1
+        seen = sum(pool.map(is_seen, chosen))
+    print(f"{seen} of {len(chosen)} damages were seen")
+    return 0 if seen == len(chosen) else 1
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+from benchmarks import compile_sass
+from benchmarks.compile_report import differences, section_of, with_section
 
 SETUP = """
 import sys
@@ -24,23 +28,20 @@ report.all_launches = lambda: few
 """
 
 
-def run(code, *args):
+def run(code, *args, status=0):
+    """Returns what the code and then the report print, or their errors."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", f"{SETUP}\n{code}\nreport.main(sys.argv[1:])", *args]
     root = Path(__file__).parents[2]
-    return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
-
-
-def stdout_of(code, *args):
-    done = run(code, *args)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stderr
+    return done.stderr if status else done.stdout
 
 
 def test_table(tmp_path):
     """Compiles one configuration per kernel; `make compile-report` compiles all."""
     out = tmp_path / "compile.md"
-    table = stdout_of("", "--arch", "sm_80", "gfx942", "--markdown", str(out))
+    table = run("", "--arch", "sm_80", "gfx942", "--markdown", str(out))
     # Aligned, unaligned, and with one of two strides of any size; of the policy loss nothing is
     # compiled anew for what 16 divides.
     names = ("token_stats", "logit_grads", "entry_dots", "segment_sums", "part_sums")
@@ -139,16 +140,14 @@ sys.exit(0)
 def test_finds():
     """The problems of each report, all from one process: some thirty builds."""
     codes = json.dumps({name: code for name, (code, _) in FAILURES.items()})
-    problems = json.loads(stdout_of(FINDING, codes))
+    problems = json.loads(run(FINDING, codes))
     for failure, (_, expected) in FAILURES.items():
         assert expected in "\n".join(problems[failure]), failure
-    done = run("few[:] = [of['policy_loss']]\nsass.budgeted = dict", "--arch", "sm_90")
-    assert done.returncode == 1 and "FAILED sum_parts_kernel: no launch covered" in done.stderr
+    errors = run("few[:] = [of['policy_loss']]\nsass.budgeted = dict", "--arch", "sm_90", status=1)
+    assert "FAILED sum_parts_kernel: no launch covered" in errors
 
 
-def test_innermost_loops_are_read():
-    code = """
-text = '''
+SASS = """
         /*0000*/  LDC R1, c[0x0][0x28] ;          /* 0x00000a00ff017b82 */
         /*0010*/  BAR.SYNC.DEFER_BLOCKING 0x0 ;   /* 0x0 */
         /*0020*/  @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
@@ -163,24 +162,23 @@ text = '''
         /*00b0*/  CALL.REL.NOINC 0x4e70 ;         /* threads that have parted, which go back */
         /*00c0*/  BRA 0x60 ;
         /*00d0*/  BRA 0xd0;
-'''
-(loop,) = sass.innermost_loops(text)
-assert loop == sass.Loop(
-    instructions=7, barriers=0, shuffles=1, vector_loads=2, other_loads=1, vector_stores=0,
-    other_stores=1, loaded_bytes=48, spilled=1,
-), loop
-problems = " ".join(sass.problems_of("one sweep", sass.budgeted()["one sweep"], [loop]))
-assert "1 shuffles" in problems and "1 stores in its loop that are not vectors" in problems
-# Unrolled: twelve logits, where a block has eight per thread.
-assert sass.logits_per_thread(sass.budgeted()["one sweep"], loop) == 12
-sys.exit(0)
 """
-    stdout_of(code)
+
+
+def test_innermost_loops_are_read():
+    (loop,) = compile_sass.innermost_loops(SASS)
+    assert loop == compile_sass.Loop(
+        instructions=7, barriers=0, shuffles=1, vector_loads=2, other_loads=1, vector_stores=0,
+        other_stores=1, loaded_bytes=48, spilled=1,
+    )  # fmt: skip
+    launch = SimpleNamespace(kernel="", constants=[("BLOCK_V", 2048)], num_warps=8)
+    problems = " ".join(compile_sass.problems_of("one sweep", launch, [loop]))
+    assert "1 shuffles" in problems and "1 stores in its loop that are not vectors" in problems
+    # Unrolled: twelve logits, where a block has eight per thread.
+    assert compile_sass.logits_per_thread(launch, loop) == 12
 
 
 def test_a_table_that_is_not_the_stored_one_is_seen():
-    from benchmarks.compile_report import differences, section_of, with_section
-
     rows = [f"| {kernel} | {arch} | 2 | 8-9 |" for kernel in "ab" for arch in ("sm_80", "sm_90")]
     stored, few = "\n".join(["# Title", "", *rows]), [rows[0], rows[2].replace("9", "99")]
     assert differences(stored, ["", "", rows[0], rows[2]], ["sm_80"]) == []
@@ -221,4 +219,4 @@ assert {x.kernel for x in sample} == report.kernels().keys() and pairs(sample) =
 assert len(sample) < len(launches) / 3
 sys.exit(0)
 """
-    stdout_of(code)
+    run(code)

@@ -1,7 +1,6 @@
 """A GPU's first day, rehearsed on a CPU, on a GPU that is not there, and cut."""
 
 import contextlib
-import functools
 import json
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ from grpo_kernels.base.checks import ValueChecks
 from tests.helpers.fake_cuda import CountedCUDA
 
 # Packages that a machine for tests may lack.
-ABSENT = {"cut-cross-entropy", "Liger Triton loss", "graph"}
+ABSENT = ("cut-cross-entropy", "Liger Triton loss")
 
 
 def kind(run):
@@ -44,7 +43,7 @@ def test_a_day_on_a_cpu(tmp_path):
     assert {"date", "python", "torch", "triton", "commit"} <= set(day)
     assert set(kinds.values()) <= set(day["parts"]) and next(iter(day["parts"])) == "device"
     for name, part in day["parts"].items():
-        absent = part["status"].startswith("not run: ") and name.startswith((*ABSENT,))
+        absent = part["status"].startswith("not run: ") and name.startswith(ABSENT)
         assert (part["status"] == "ok" and part["rows"]) or absent, (name, part)
     rows = {row["run"]: row for row in day["parts"]["call 4096 x 896"]["rows"] if "ms" in row}
     assert {gpu_day.FLOOR, *gpu_day.OURS} == set(rows)
@@ -62,66 +61,37 @@ class Gpu(CountedCUDA):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class Event:
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        pass
-
-    def elapsed_time(self, end):
-        return 2.0
-
-
-class Graph:
-    def replay(self):
-        pass
-
-
-class OnCPU(torch.Generator):
-    def __new__(cls, device="cpu"):
-        return super().__new__(cls)
-
-
-class Profile:
+@contextlib.contextmanager
+def profile(activities, record_shapes):
     """The events of one product whose kernel took 2 ms, and of a sweep 1 ms later."""
+    assert len(activities) == 2 and record_shapes
 
-    def __init__(self, activities, record_shapes):
-        assert len(activities) == 2 and record_shapes
+    def event(kind, name, start, end, **more):
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        kind = f"DeviceType.{kind}"
+        return SimpleNamespace(device_type=kind, name=name, time_range=span, **more)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def events(self):
-        def event(kind, name, start, end, **more):
-            span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
-            return SimpleNamespace(device_type=kind, name=name, time_range=span, **more)
-
-        product = {"input_shapes": [[8, 4], [4, 2], []], "kernels": [SimpleNamespace(duration=2e3)]}
-        cuda = "DeviceType.CUDA"
-        return [
-            event("DeviceType.CPU", "aten::mm", 0, 9, **product), event(cuda, "gemm", 10, 2010),
-            event("DeviceType.CPU", "aten::add", 0, 9), event(cuda, "sweep", 3010, 4010),
-        ]  # fmt: skip
+    product = {"input_shapes": [[8, 4], [4, 2], []], "kernels": [SimpleNamespace(duration=2e3)]}
+    events = [
+        event("CPU", "aten::mm", 0, 9, **product), event("CUDA", "gemm", 10, 2010),
+        event("CPU", "aten::add", 0, 9), event("CUDA", "sweep", 3010, 4010),
+    ]  # fmt: skip
+    yield SimpleNamespace(events=lambda: events)
 
 
 @pytest.fixture
 def gpu(real_memory, monkeypatch):
     """An H200 without memory, values and time."""
     read, make = ValueChecks.read, gpu_day.make
-    monkeypatch.setattr(torch, "Generator", OnCPU)
+    generator, event = torch.Generator, {"record": lambda: None, "elapsed_time": lambda end: 2.0}
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
     for name, value in {
         "synchronize": None, "get_device_name": "NVIDIA H200", "reset_peak_memory_stats": None,
         "memory_allocated": 0, "max_memory_allocated": 1 << 30,
-        "graph": contextlib.nullcontext(), "stream": contextlib.nullcontext(), "Stream": None,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(gpu_day, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimpleNamespace(**event))
+    monkeypatch.setattr(gpu_day, "profile", profile)
 
     def made(name, shape, device):
         gpu.rows = shape[0]
@@ -199,6 +169,26 @@ def hangs(day):
     time.sleep(60)
 
 
+def leaves_a_process(day):
+    code = "import time; time.sleep(300)"
+    yield {"run": "before", "pid": subprocess.Popen([sys.executable, "-c", code]).pid}
+    time.sleep(60)
+
+
+def after_a_row(then):
+    """A part that does this after its first row."""
+
+    def run(day):
+        yield {"run": "before"}
+        yield from then()
+
+    return run
+
+
+def raises(error):
+    raise error
+
+
 @pytest.fixture
 def known_machine(monkeypatch):
     monkeypatch.setattr(measure, "header", lambda device: {"device": device})
@@ -237,57 +227,28 @@ def test_a_run_that_is_cut_keeps_what_it_had(tmp_path, known_machine, place, end
     assert known == dict.fromkeys("abc"[:place], quick_part) | {cut: cut_part}
 
 
-def raises(day):
-    yield {"run": "before"}
-    raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-
-
-def ends(day):
-    yield {"run": "before"}
-    os._exit(7)
-
-
-def runs_out(day):
-    yield {"run": "before"}
-    raise torch.OutOfMemoryError("of 1 TiB")
-
-
-def is_wrong(day):
-    yield {"run": "before"}
-    yield {"run": "other", "status": "wrong"}
-
-
-def is_absent(day):
-    yield {"run": "before"}
-    import no_such_package  # noqa: F401
-
-
-LEAVES = functools.partial(subprocess.Popen, [sys.executable, "-c", "import time; time.sleep(300)"])
-
-
-def leaves_a_process(day):
-    yield {"run": "before", "pid": LEAVES().pid}
-    time.sleep(60)
+# A part, and the status that it ends with.
+FAILING = {
+    "raises": (after_a_row(lambda: raises(RuntimeError("CUDA error: an illegal access\nmore"))),
+               "RuntimeError: CUDA error: an illegal access"),
+    "ends": (after_a_row(lambda: os._exit(7)), "its process ended, exit code 7"),
+    "memory": (after_a_row(lambda: raises(torch.OutOfMemoryError("of 1 TiB"))), "out of memory"),
+    "wrong": (after_a_row(lambda: [{"run": "other", "status": "wrong"}]), "other: wrong"),
+    "absent": (after_a_row(lambda: raises(ImportError("No module named 'x'"))),
+               "not run: No module named 'x'"),
+    "hangs": (leaves_a_process, "out of time: more than 2 s"),
+    "quick": (quick, "ok"),
+}  # fmt: skip
 
 
 def test_a_part_that_fails_ends_alone(tmp_path, known_machine):
-    parts = {
-        "raises": (raises, "RuntimeError: CUDA error: an illegal memory access was encountered"),
-        "ends": (ends, "its process ended, exit code 7"),
-        "memory": (runs_out, "out of memory"),
-        "wrong": (is_wrong, "other: wrong"),
-        "absent": (is_absent, "not run: No module named 'no_such_package'"),
-        "hangs": (leaves_a_process, "out of time: more than 2 s"),
-        "quick": (quick, "ok"),
-    }
-    runs = [(name, run, 2) for name, (run, _) in parts.items()]
+    runs = [(name, run, 2) for name, (run, _) in FAILING.items()]
     done = gpu_day.run_all(runs, tmp_path / "day.json", "cpu", time.monotonic() + 60)
     assert {name: part["status"] for name, part in done.items()} == {
-        name: status for name, (_, status) in parts.items()
+        name: status for name, (_, status) in FAILING.items()
     }
     assert all(part["rows"][0]["run"] == "before" for name, part in done.items() if name != "quick")
-    pid = done["hangs"]["rows"][0]["pid"]
-    until(lambda: not is_running(pid))
+    until(lambda: not is_running(done["hangs"]["rows"][0]["pid"]))
     assert json.loads((tmp_path / "day.json").read_text())["parts"] == done
 
 

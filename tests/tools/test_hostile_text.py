@@ -39,13 +39,10 @@ class Structure(HTMLParser):
         self.tags = []
         self.feed(page)
 
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, attrs))
-
-    def handle_endtag(self, tag):
+    def handle_starttag(self, *tag):
         self.tags.append(tag)
 
-    handle_comment = handle_decl = unknown_decl = handle_pi = handle_endtag
+    handle_endtag = handle_comment = handle_decl = unknown_decl = handle_pi = handle_starttag
 
 
 def structure_of_report(folder, text):
@@ -66,9 +63,9 @@ def structure_of_report(folder, text):
 @pytest.mark.usefixtures("curves")
 def test_a_report_has_texts_as_text_alone(tmp_path):
     expected = structure_of_report(tmp_path, "text")
-    assert expected.count("td") > 20
+    assert expected.count(("td",)) > 20
     policy = ("content", "default-src 'none'; style-src 'unsafe-inline'")
-    assert any(policy in entry[1] for entry in expected if entry[0] == "meta")
+    assert any(policy in entry[1] for entry in expected if entry[0] == "meta" and len(entry) > 1)
     for text in HOSTILE:
         assert structure_of_report(tmp_path, text) == expected, text
 
@@ -84,8 +81,15 @@ ADVERSARIAL = (
     "<answer>" + " " * LONG, "<answer>-" + "\n" * LONG + "5</answer>", "<answer>\\frac{" * LONG,
     "\\boxed{" * LONG, "\\boxed{" + "{" * LONG, "}" * LONG, "#### " * LONG, "-" * LONG,
 )  # fmt: skip
+
+
+def marked(prompts, completions, answer):
+    answers.number_of(completions[0])
+    return [float(answers.is_correct(completions[0], answer[0]))]
+
+
 PARSERS = {
-    **rewards.REWARDS, "addition": addition, "correctness": correctness, "marked": None
+    **rewards.REWARDS, "addition": addition, "correctness": correctness, "marked": marked
 }  # fmt: skip
 
 
@@ -94,19 +98,13 @@ def test_parsers_are_bounded(name):
     """Seconds for texts that a model under training may well write; none of them is right."""
     for text in ADVERSARIAL:
         start = time.monotonic()
-        if name == "marked":
-            assert not answers.is_correct(text, "12345")
-            answers.number_of(text)
-        else:
-            (value,) = PARSERS[name](["p"], [text], answer=["12345"])
-            assert value <= 0.8 if name == "format" else value < 0.6
+        (value,) = PARSERS[name](["p"], [text], answer=["12345"])
+        assert value <= 0.8 if name == "format" else value < 0.6
         assert time.monotonic() - start < 30, text[:40]
 
 
 def read_answer(text, folder):
-    answers.is_correct(text, "42")
-    answers.number_of(text)
-    for function in (rewards.answer, rewards.format, addition):
+    for function in (rewards.answer, rewards.format, addition, marked):
         function(["p"], [text], answer=["42"])
 
 
