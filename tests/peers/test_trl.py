@@ -264,7 +264,9 @@ def test_patched(tmp_path):
     with patch_trl():
         assert GRPOTrainer._compute_loss is not original
         assert_same_run(trained(GRPOTrainer, tmp_path / "b"), theirs)
-    assert GRPOTrainer._compute_loss is original
+        with pytest.raises(RuntimeError, match="it is patched already: undo"):
+            patch_trl()
+    assert GRPOTrainer._compute_loss is original and not is_ours(GRPOTrainer.__init__)
     patched = patch_trl(execution=Execution(matmul=(product := MagicMock(wraps=torch.mm))))
     assert_same_run(trained(GRPOTrainer, tmp_path / "c"), theirs)
     assert product.called
@@ -289,12 +291,6 @@ def test_a_trainer_made_before_the_patch_is_not_touched(tmp_path):
                 super().train()
 
     assert_same_run(trained(Patched, tmp_path / "b"), theirs)
-
-
-def test_patched_twice():
-    with patch_trl(), pytest.raises(RuntimeError, match="it is patched already: undo"):
-        patch_trl()
-    assert not is_ours(GRPOTrainer._compute_loss) and not is_ours(GRPOTrainer.__init__)
 
 
 def test_a_loss_that_is_not_known_is_refused(tmp_path):
