@@ -343,6 +343,7 @@ def test_otherwise_the_model_is_as_it_was():
     detach_fused_head(model)
     assert "forward" not in vars(model)
     assert not hasattr(model(**inputs, labels=labels), "logps")
+    attach_fused_head(model)
 
 
 def test_accelerate_leaves_it_alone():
