@@ -1,13 +1,10 @@
 """Jobs that the ranks of `test_others.py` run."""
 
-import sys
-from types import ModuleType
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from tests.frameworks.test_others import V, file_of, lines_for, run_file
+from tests.frameworks.test_others import V, file_of, run_example, run_file
 
 
 class Decoder(torch.nn.Module):
@@ -24,17 +21,13 @@ class Decoder(torch.nn.Module):
 
 
 def losses_of_torchtitan():
-    """Runs torchtitan's DAPO loss in its wrapper, and the loss of the page."""
+    """Returns torchtitan's DAPO loss in its wrapper, and the example's."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     path = file_of("torchtitan", "experiments/rl/losses/dapo.py")
-    config_class = run_file(path, "dapo_of_torchtitan").DAPOLoss.Config
-    scope = {"__name__": "mine"}
-    sys.modules["mine"] = ModuleType("mine")
-    exec(lines_for("torchtitan"), scope)
-    FusedDAPOLoss = scope["FusedDAPOLoss"]
+    loss = run_file(path, "dapo_of_torchtitan").DAPOLoss.Config()
+    FusedDAPOLoss = run_example("torchtitan_loss")["FusedDAPOLoss"]
     assert issubclass(FusedDAPOLoss, ChunkedLossWrapper)
-    loss = config_class()
     return (
         ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=2, loss_fn=loss)),
         FusedDAPOLoss(FusedDAPOLoss.Config()),

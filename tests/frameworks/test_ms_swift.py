@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +13,15 @@ from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 from swift.rl_core.data import GRPOBatch
 from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
 from swift.utils import import_external_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss, patch_liger
 from tests.helpers.batches import relative_error
+from tests.helpers.model_families import family_model
+from tests.helpers.ranks import ROOT
+from tests.helpers.tiny_models import V
 
-PLUGIN = Path(__file__).parents[2] / "examples/ms_swift_plugin.py"
-V, T = 301, 7
+PLUGIN = ROOT / "examples/ms_swift_plugin.py"
+T = 7
 
 
 @pytest.fixture
@@ -37,24 +38,18 @@ def plugin():
 
 def trainer_of(loss_type, beta):
     """ms-swift's trainer with what its loss looks at, made as its constructor makes it."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
-    )  # fmt: skip
     trainer = object.__new__(GRPOTrainer)
-    trainer.args = SimpleNamespace(use_liger_kernel=True, report_to=[])
-    trainer.beta, trainer.loss_type, trainer.temperature = beta, loss_type, 0.7
-    trainer.epsilon_low, trainer.epsilon_high = 0.2, 0.28
-    trainer.max_completion_length, trainer.importance_sampling_level = T, "token"
-    trainer.tau_pos, trainer.tau_neg, trainer.advantage_estimator = 1.0, 1.05, "grpo"
-    trainer.template = SimpleNamespace(padding_free=False, sequence_parallel_size=1)
-    trainer.control = SimpleNamespace(should_evaluate=False)
-    trainer.accelerator = SimpleNamespace(gather_for_metrics=lambda x: x, is_main_process=False)
-    trainer._metrics = {"train": defaultdict(list)}
-    trainer.is_multimodal, trainer.model_kwarg_keys = False, ()
+    vars(trainer).update(
+        args=SimpleNamespace(use_liger_kernel=True, report_to=[]), beta=beta, loss_type=loss_type,
+        temperature=0.7, epsilon_low=0.2, epsilon_high=0.28, max_completion_length=T,
+        importance_sampling_level="token", tau_pos=1.0, tau_neg=1.05, advantage_estimator="grpo",
+        template=SimpleNamespace(padding_free=False, sequence_parallel_size=1),
+        control=SimpleNamespace(should_evaluate=False), _metrics={"train": defaultdict(list)},
+        accelerator=SimpleNamespace(gather_for_metrics=lambda x: x, is_main_process=False),
+        is_multimodal=False, model_kwarg_keys=(),
+    )  # fmt: skip
     trainer._prepare_liger_loss()
-    trainer.model = Qwen2ForCausalLM(config)
+    trainer.model = family_model("qwen2")
     return trainer
 
 
@@ -63,11 +58,11 @@ def step(trainer):
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(V, (4, 5 + T), generator=g)
     mask = torch.arange(T) < torch.tensor([7, 3, 5, 1])[:, None]
-    draw = lambda: -5 + 0.3 * torch.randn(4, T, generator=g)  # noqa: E731
+    old, ref = -5 + 0.3 * torch.randn(2, 4, T, generator=g)
     batch = GRPOBatch(
         completion_mask=mask, truncated_mask=torch.zeros(4, dtype=torch.bool),
-        seq_lengths=torch.full((4,), 5 + T), old_per_token_logps=draw(),
-        ref_per_token_logps=draw() if trainer.beta else None,
+        seq_lengths=torch.full((4,), 5 + T), old_per_token_logps=old,
+        ref_per_token_logps=ref if trainer.beta else None,
         advantages=torch.randn(4, 1, generator=g).expand(4, T), logits_to_keep=T,
     )  # fmt: skip
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -79,7 +74,7 @@ def step(trainer):
 
 @pytest.mark.parametrize("beta", (0.0, 0.04))
 @pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"))
-def test_the_loss_of_its_trainer(loss_type, beta, plugin, request):
+def test_the_loss_of_its_trainer(loss_type, beta, plugin):
     trainer = trainer_of(loss_type, beta)
     assert isinstance(trainer.liger_grpo_loss, FusedLinearGRPOLoss)
     actual = step(trainer)

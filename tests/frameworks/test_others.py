@@ -1,11 +1,11 @@
-"""The lines for frameworks without a place for plug-ins, run against these frameworks' own files.
+"""Examples for frameworks without a place for plug-ins, run against these frameworks' own files.
 
 What they import besides, and what no CPU has, is a stand-in without contents.
 """
 
 import importlib.util
 import inspect
-import re
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,20 +13,18 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.helpers.batches import relative_error
-from tests.helpers.ranks import Ranks
+from tests.helpers.model_families import family_model
+from tests.helpers.ranks import ROOT, Ranks
+from tests.helpers.tiny_models import V
 
-PAGE = (Path(__file__).parents[2] / "docs/integrations.md").read_text()
-V, T = 301, 7
+T = 7
+FRAMEWORKS = ("openrlhf", "skyrl", "torchtitan")
 
 
-def lines_for(name):
-    """The block of the page that begins with the framework's name."""
-    (code,) = re.findall(rf"```py\n# {name}\n(.*?)```", PAGE, re.DOTALL)
-    assert len([line for line in code.splitlines() if line]) <= 32
-    return code
+def run_example(name):
+    return runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name=name)
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def modules(monkeypatch):
     before = set(sys.modules)
     yield put
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("openrlhf", "skyrl", "torchtitan"):
+        if name.split(".")[0] in FRAMEWORKS:
             del sys.modules[name]
 
 
@@ -62,19 +60,16 @@ def run_file(path, name):
     return module
 
 
-def tiny_model():
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
-        )
-    )  # fmt: skip
+def assert_close(results):
+    """Compares values and gradients: theirs and ours."""
+    for theirs, ours in zip(*results, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
 
 
 def test_openrlhf(modules):
     """Log-probs, entropies and gradients of its actor."""
     path = file_of("openrlhf", "models/actor.py")
+    models = [family_model("qwen2"), family_model("qwen2")]  # transformers looks for deepspeed
     modules(
         "flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed"
     )
@@ -83,15 +78,13 @@ def test_openrlhf(modules):
         sys.modules[name] = ModuleType(name)
     for name in ("gather_and_pad_tensor", "unpad_and_slice_tensor"):
         setattr(sys.modules["openrlhf.models.ring_attn_utils"], name, None)
-    ppo_actor = sys.modules["openrlhf.trainer.ray"].ppo_actor = sys.modules[
-        "openrlhf.trainer.ray.ppo_actor"
-    ]
+    ppo_actor = sys.modules["openrlhf.trainer.ray.ppo_actor"]
+    sys.modules["openrlhf.trainer.ray"].ppo_actor = ppo_actor
     package = sys.modules["openrlhf.models"] = ModuleType("openrlhf.models")
     package.__path__ = [str(path.parent)]
-    utils = run_file(path.parent / "utils.py", "openrlhf.models.utils")
-    assert utils.compute_entropy
+    assert run_file(path.parent / "utils.py", "openrlhf.models.utils").compute_entropy
     package.Actor = Actor = run_file(path, "openrlhf.models.actor").Actor
-    exec(lines_for("openrlhf"), {})
+    run_example("openrlhf_actor")
     assert "actor = Actor(" in (path.parents[1] / "trainer/ray/ppo_actor.py").read_text()
     assert issubclass(ppo_actor.Actor, Actor) and ppo_actor.Actor is not Actor
 
@@ -102,31 +95,29 @@ def test_openrlhf(modules):
     attention[2, :2] = 0
     weights = torch.randn(2, 4, T, generator=g)
     results = []
-    for kind in (Actor, ppo_actor.Actor):
-        kind.packing_samples = kind.is_vlm = False  # not set where it is given a model
-        actor = kind(tiny_model(), temperature=0.7)
+    for kind, model in zip((Actor, ppo_actor.Actor), models, strict=True):
+        kind.packing_samples = kind.is_vlm = False  # not set if constructed with a model
+        actor = kind(model, temperature=0.7)
         kwargs = {"attention_mask": attention, "return_output": True, "return_entropy": True}
         logps, out = actor(ids, mask, **kwargs)
         entropy = out.entropy[:, -T:] * mask
         ((logps * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
         grads = torch.cat([p.grad.flatten() for p in actor.parameters()])
-        results.append((logps, entropy, grads))
-    for theirs, ours in zip(*results, strict=True):
-        assert relative_error(ours, theirs) < 1e-5
+        results.append((logps.detach(), entropy.detach(), grads))
+    assert_close(results)
 
 
-def test_skyrl(modules, tmp_path):
+def test_skyrl(modules, one_rank):
     """SkyRL's function and ours agree on one rank."""
     path = file_of("skyrl", "backends/skyrl_train/distributed/megatron/model_utils.py")
     above = "skyrl.backends.skyrl_train.distributed.megatron"
     modules("megatron", "megatron.core", "megatron.core.parallel_state")
     parts = above.split(".")
-    for i in range(1, len(parts) + 1):
-        modules(".".join(parts[:i]))
+    modules(*(".".join(parts[: i + 1]) for i in range(len(parts))))
     module = run_file(path, f"{above}.model_utils")
     sys.modules[above].model_utils = module
     original = module._fused_lm_head_logprob_apply
-    exec(lines_for("skyrl"), {})
+    run_example("skyrl_logprobs")
     fused = module._fused_lm_head_logprob_apply
     assert fused is not original
     names = list(inspect.signature(original).parameters)
@@ -134,23 +125,16 @@ def test_skyrl(modules, tmp_path):
         inspect.signature(fused).parameters
     )
     results = []
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    group = torch.distributed.group.WORLD
-    try:
-        for call in (original, fused):
-            g = torch.Generator().manual_seed(1)
-            hidden = torch.randn(2, 9, 32, generator=g, requires_grad=True)
-            weight = torch.randn(V, 32, generator=g, requires_grad=True)
-            target = torch.randint(V, (2, 9), generator=g)
-            logps = call("torch", hidden, weight, target, 0, V, 4, group, False)
-            (logps * torch.randn(2, 9, generator=g)).sum().backward()
-            results.append((logps.detach(), hidden.grad, weight.grad))
-        assert not fused("torch", hidden, weight, target, 0, V, 4, group, True).requires_grad
-    finally:
-        torch.distributed.destroy_process_group()
-    for theirs, ours in zip(*results, strict=True):
-        assert relative_error(ours, theirs) < 1e-5
+    for call in (original, fused):
+        g = torch.Generator().manual_seed(1)
+        hidden = torch.randn(2, 9, 32, generator=g, requires_grad=True)
+        weight = torch.randn(V, 32, generator=g, requires_grad=True)
+        target = torch.randint(V, (2, 9), generator=g)
+        logps = call("torch", hidden, weight, target, 0, V, 4, one_rank, False)
+        (logps * torch.randn(2, 9, generator=g)).sum().backward()
+        results.append((logps.detach(), hidden.grad, weight.grad))
+    assert not fused("torch", hidden, weight, target, 0, V, 4, one_rank, True).requires_grad
+    assert_close(results)
 
 
 def test_torchtitan(modules):
@@ -167,8 +151,7 @@ def test_torchtitan(modules):
         value, metrics = loss(hidden, ids, 23.0, **options)
         value.backward()
         results.append((value.detach(), metrics["loss/mean"], hidden.grad, head.weight.grad))
-    for theirs, ours in zip(*results, strict=True):
-        assert relative_error(ours, theirs) < 1e-5
+    assert_close(results)
 
 
 def test_torchtitan_under_fsdp2(tmp_path):
@@ -176,8 +159,6 @@ def test_torchtitan_under_fsdp2(tmp_path):
     pytest.importorskip("spmd_types")
     file_of("torchtitan", "experiments/rl/losses/dapo.py")
     ranks = Ranks(tmp_path)
-    every = ranks("tests.frameworks.others_jobs:torchtitan_under_fsdp2")
+    for results in ranks("tests.frameworks.others_jobs:torchtitan_under_fsdp2"):
+        assert_close(results)
     ranks.close()
-    for results in every:
-        for theirs, ours in zip(*results, strict=True):
-            assert relative_error(ours, theirs) < 1e-5

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("verl", reason="`make test-with FRAMEWORK=verl` has it")
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Qwen2ForCausalLM,
-)
+from transformers import Qwen2ForCausalLM
 from verl.models.transformers import monkey_patch
 from verl.utils.experimental import torch_functional
 from verl.utils.kernel import linear_cross_entropy as kernel
@@ -21,9 +17,11 @@ from verl.utils.kernel import linear_cross_entropy as kernel
 from grpo_kernels import Execution
 from grpo_kernels.integrations import patching
 from grpo_kernels.integrations import verl as ours
-from tests.frameworks.verl_jobs import SIZES, V, model_of
+from tests.frameworks.verl_jobs import model_of
 from tests.helpers.batches import relative_error
+from tests.helpers.model_families import family_model
 from tests.helpers.ranks import RankFailed, Ranks
+from tests.helpers.tiny_models import V
 
 
 @pytest.fixture(autouse=True)
@@ -40,42 +38,26 @@ def forward_of(model, backend, ids, **options):
     return model(input_ids=ids, use_cache=False, return_dict=True, **options)
 
 
-def gradients(model, out, weights):
-    model.zero_grad()
-    ((out.log_probs * weights[0]).sum() + (out.entropy.float() * weights[1]).sum()).backward()
-    return torch.cat([p.grad.flatten().double() for p in model.parameters()])
-
-
-def batch():
-    g = torch.Generator().manual_seed(1)
-    ids = torch.randint(V, (3, 17), generator=g)
-    return ids, torch.randn(2, 3, 17, generator=g)
-
-
 @pytest.mark.parametrize("tied", (False, True), ids=("head", "tied"))
 @pytest.mark.parametrize("packed", (False, True), ids=("padded", "packed"))
 def test_the_numbers_of_verls_torch_backend(tied, packed):
     """With padding removed verl passes labels that are shifted over the packed sequence."""
-    ids, weights = batch()
+    g = torch.Generator().manual_seed(1)
+    ids, options = torch.randint(V, (3, 17), generator=g), {"temperature": 0.7}
     if packed:
-        ids, weights = ids.view(1, -1), weights.view(2, 1, -1)
-    options = {"temperature": 0.7}
-    if packed:
-        options |= {
-            "shift_labels": ids.roll(-1, 1),
-            "position_ids": torch.arange(17).repeat(3)[None],
-        }
-    results = []
+        ids = ids.view(1, -1)
+        options["shift_labels"] = ids.roll(-1, 1)
+        options["position_ids"] = torch.arange(17).repeat(3)[None]
+    weights, results = torch.randn(2, *ids.shape, generator=g), []
     for backend in ("torch", "grpo_kernels"):
         model = model_of(tied)
         out = forward_of(model, backend, ids, **options)
         assert out.log_probs.shape == out.entropy.shape == ids.shape
-        results.append((out.log_probs, out.entropy, gradients(model, out, weights)))
+        ((out.log_probs * weights[0]).sum() + (out.entropy.float() * weights[1]).sum()).backward()
+        grads = torch.cat([p.grad.flatten().double() for p in model.parameters()])
+        results.append((out.log_probs.detach(), out.entropy.detach(), grads))
     for theirs, actual in zip(*results, strict=True):
         assert relative_error(actual, theirs) < 1e-5
-
-
-# The engine
 
 
 def engine_of(model, monkeypatch):
@@ -85,10 +67,8 @@ def engine_of(model, monkeypatch):
     for name in ("get_device_id", "get_device_name"):
         monkeypatch.setattr(transformer_impl, name, lambda: "cpu")
     engine = object.__new__(transformer_impl.FSDPEngineWithLMHead)
-    engine.module, engine.use_ulysses_sp = model, False
-    engine._autocast_dtype = torch.float32
-    engine.pad_to_length = None
-    engine.get_data_parallel_group = lambda: None
+    engine.module, engine.use_ulysses_sp, engine.pad_to_length = model, False, None
+    engine._autocast_dtype, engine.get_data_parallel_group = torch.float32, lambda: None
     return engine
 
 
@@ -96,24 +76,20 @@ def micro_batch(entropy):
     from verl.utils import tensordict_utils as tu
 
     rows = [torch.randint(V, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 3)]
-    nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    positions = torch.nested.as_nested_tensor(
-        [torch.arange(len(row)) for row in rows], layout=torch.jagged
-    )
+    columns = {"input_ids": rows, "position_ids": [torch.arange(len(row)) for row in rows]}
+    options = {
+        "temperature": 0.7, "use_fused_kernels": True, "calculate_entropy": entropy,
+        "use_remove_padding": True,
+    }  # fmt: skip
+    nested = torch.nested.as_nested_tensor
     return tu.get_tensordict(
-        {"input_ids": nested, "position_ids": positions},
-        {
-            "temperature": 0.7, "use_fused_kernels": True, "calculate_entropy": entropy,
-            "use_remove_padding": True,
-        },
-    )  # fmt: skip
+        {name: nested(column, layout=torch.jagged) for name, column in columns.items()}, options
+    )
 
 
 @pytest.mark.parametrize("entropy", (False, True), ids=("without", "with_entropy"))
 def test_the_engine_has_entropies_where_it_asks_for_them(entropy, monkeypatch):
-    outputs = {}
-    calls = []
-    original = ours.linear_logprobs
+    outputs, calls, original = {}, [], ours.linear_logprobs
     monkeypatch.setattr(
         ours, "linear_logprobs", lambda *a, **k: calls.append(k["entropy"]) or original(*a, **k)
     )
@@ -129,9 +105,6 @@ def test_the_engine_has_entropies_where_it_asks_for_them(entropy, monkeypatch):
     assert theirs.keys() == actual.keys() and ("entropy" in actual) == entropy
     for name in actual:
         assert relative_error(actual[name].values(), theirs[name].values()) < 1e-5
-
-
-# FSDP, with two ranks
 
 
 @pytest.fixture(scope="module")
@@ -175,11 +148,8 @@ def test_verls_own_backend_does_not_take_a_sharded_head(ranks):
 
 def test_activations_are_not_offloaded_where_verl_waits_for_a_call_of_the_head(ranks):
     ranks(True, job="offloaded")
-    with pytest.raises(RankFailed, match="enable_activation_offload=True does not work"):
+    with pytest.raises(RankFailed, match=r"enable_activation_offload=True does not work"):
         ranks(False, job="offloaded")
-
-
-# Megatron
 
 
 def test_megatrons_call(tmp_path, capsys):
@@ -221,9 +191,6 @@ def test_an_adapter_on_the_head_that_came_with_a_checkpoint_is_refused():
     ours._check_engine(torch.nn.Sequential(model), None)
 
 
-# Refusals, and how to turn the backend off
-
-
 def test_other_backends_are_verls():
     for backend in ("torch", "liger"):
         head = torch_functional.FusedLinearForPPO(impl_backend=backend)
@@ -238,9 +205,8 @@ def test_other_backends_are_verls():
 
 
 def test_a_head_that_verls_forward_leaves_out_is_refused():
-    config = Gemma2Config(vocab_size=V, head_dim=8, final_logit_softcapping=30.0, **SIZES)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM, whose head has a softcap"):
-        monkey_patch.patch_forward_with_backends(Gemma2ForCausalLM(config), True, "grpo_kernels")
+        monkey_patch.patch_forward_with_backends(family_model("gemma2"), True, "grpo_kernels")
 
 
 def test_patched_once():
@@ -275,14 +241,18 @@ print(*found)
 """
 
 
-@pytest.mark.parametrize("policy", ("auto", "grpo_kernels", "none", "another"))
-def test_verl_finds_it_unless_it_is_told_not_to(policy):
+def in_a_process(*flags, **env):
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], text=True, capture_output=True, timeout=300,
-        env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": policy},
+        [sys.executable, *flags, "-c", SCRIPT], text=True, capture_output=True, timeout=300,
+        env={**os.environ, **env},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    *_, output = run.stdout.strip().splitlines()
+    return run.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("policy", ("auto", "grpo_kernels", "none", "another"))
+def test_verl_finds_it_unless_it_is_told_not_to(policy):
+    output = in_a_process(VERL_USE_EXTERNAL_PLUGINS=policy)
     on = policy in ("auto", "grpo_kernels")
     our_module = "grpo_kernels.integrations.verl"
     theirs = "verl.models.transformers.monkey_patch verl.utils.experimental.torch_functional"
@@ -296,11 +266,7 @@ def test_an_execution_of_ones_own(tmp_path):
         "from grpo_kernels.integrations.verl import patch_verl\n"
         "patch_verl(execution=Execution(batch_invariant=True))\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:grpo_kernels", "-c", SCRIPT], text=True,
-        capture_output=True, timeout=300,
-        env={**os.environ, "VERL_USE_EXTERNAL_MODULES": "mine", "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert run.returncode == 0 and "True grpo_kernels" in run.stdout, run.stderr
+    path = {"VERL_USE_EXTERNAL_MODULES": "mine", "PYTHONPATH": str(tmp_path)}
+    assert "True grpo_kernels" in in_a_process("-W", "error::UserWarning:grpo_kernels", **path)
     with pytest.raises(TypeError, match="execution"):
         ours.patch_verl(execution=Execution)

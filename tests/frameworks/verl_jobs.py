@@ -7,38 +7,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.tensor import DTensor
-from transformers import (
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import Qwen2ForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from verl.models.transformers import monkey_patch
 from verl.utils import fsdp_utils
 
 from grpo_kernels.integrations.verl import _check_engine
+from tests.helpers.model_families import COMMON, family_model
+from tests.helpers.tiny_models import V
 
-V, TOKENS = 301, (7, 12)
-SIZES = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2,
-)  # fmt: skip
+TOKENS = 7, 12
 
 
-def model_of(tied=False, dtype=torch.float32):
-    torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=V, tie_word_embeddings=tied, initializer_range=0.3, **SIZES)
-    return Qwen2ForCausalLM(config).to(dtype)
+def model_of(tied=False):
+    return family_model("qwen2", tie_word_embeddings=tied)
 
 
 def qwen3_vl():
     """Returns a Qwen3-VL with an untied head, which verl's forward gathers."""
     torch.manual_seed(0)
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    text = {"vocab_size": V, "rope_parameters": rope, "head_dim": 8, "initializer_range": 0.3}
+    text = {**COMMON, "rope_parameters": rope, "head_dim": 8, "initializer_range": 0.3}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
     config = Qwen3VLConfig(
-        text_config={**text, **SIZES}, image_token_id=V - 1, video_token_id=V - 2,
+        text_config=text, image_token_id=V - 1, video_token_id=V - 2,
         vision_config={**vision, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
     )  # fmt: skip
     return Qwen3VLForConditionalGeneration(config)

@@ -11,13 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from examples import (
-    custom_reward,
-    demo_model,
-    tool_use,
-    train_additions,
-    train_gsm8k,
-)
+from examples import custom_reward, demo_model, tool_use, train_additions, train_gsm8k
 from grpo_kernels.training import parse_config
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_model
@@ -31,16 +25,17 @@ SMALL = (
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
-@pytest.mark.parametrize(
-    ("example", "options"),
-    (
-        (train_additions, ()),
-        (train_gsm8k, ("--max_prompt_length", "1000")),
-        (custom_reward, ()),
-        (tool_use, ("--max_completion_length", "40")),
-    ),
-)
-def test_runs(example, options, curves, tiny_model, tmp_path):
+RUNS = {
+    "train_additions": (train_additions, ()),
+    "train_gsm8k": (train_gsm8k, ("--max_prompt_length", "1000")),
+    "custom_reward": (custom_reward, ()),
+    "tool_use": (tool_use, ("--max_completion_length", "40")),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs(name, curves, tiny_model, tmp_path):
+    example, options = RUNS[name]
     where = ("--model", str(tiny_model), "--output", str(tmp_path / "run"))
     folder = example.main([*where, *SMALL, *options])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -48,19 +43,23 @@ def test_runs(example, options, curves, tiny_model, tmp_path):
     assert (folder / "report.html").exists()
 
 
-def test_defaults_by_dataset():
-    # Options of word problems are not for other tasks.
-    config = train_gsm8k.config_of(["--model", "m", "--dataset", "word_problems:all_levels"])
-    assert (config.folder.name, config.max_completion_length) == ("word_problems", 32)
-    assert config.rewards == ["answer"]
-    config = train_gsm8k.config_of(["--model", "m", "--dataset", "openai/gsm8k:main"])
-    assert (config.folder.name, config.max_completion_length) == ("gsm8k", 128)
-    assert config.stop == ["</answer>"]
-    # Flags are checked beside the defaults that they go with, two weights beside two rewards.
-    config = train_gsm8k.config_of(
-        ["--model", "m", "--dataset", "a.jsonl", "--reward_weights", "1", "0.5"]
-    )
-    assert config.rewards == ["answer", "format"] and config.reward_weights == [1.0, 0.5]
+# (flags, the folder's name, options)
+BY_DATASET = (
+    (["word_problems:all_levels"], "word_problems", {"rewards": ["answer"]}),
+    (["openai/gsm8k:main"], "gsm8k", {"stop": ["</answer>"]}),
+    # Flags are checked beside the defaults that they go with: two weights, two rewards.
+    (
+        ["a.jsonl", "--reward_weights", "1", "0.5"], "gsm8k",
+        {"rewards": ["answer", "format"], "reward_weights": [1.0, 0.5]},
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "folder", "options"), BY_DATASET)
+def test_defaults_by_dataset(flags, folder, options):
+    config = train_gsm8k.config_of(["--model", "m", "--dataset", *flags])
+    assert config.folder.name == folder
+    assert {key: getattr(config, key) for key in options} == options
 
 
 def test_a_reward_is_refused_before_a_model_is_loaded(tmp_path):
@@ -89,9 +88,8 @@ def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
     make_model("llama").save_pretrained(folder)
     config = parse_config([], model=demo_model.MODEL, dataset="d")
     resolved = demo_model.resolved(config)
-    assert resolved.model == str(folder) and resolved.trainable == demo_model.upper_half(
-        str(folder)
-    )
+    assert resolved.model == str(folder)
+    assert resolved.trainable == demo_model.upper_half(str(folder))
     assert demo_model.resolved(replace(config, trainable="norm")).trainable == "norm"
     assert demo_model.resolved(replace(config, lora_rank=2)).trainable is None
     other = replace(config, model="some/model")
@@ -102,8 +100,11 @@ def test_a_broken_conversion_leaves_nothing(monkeypatch, tmp_path, tiny_model):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder, seen = demo_model.cache_folder(), []
 
+    def folders():
+        return [path for path in folder.parent.iterdir() if path.is_dir()]
+
     def parts(gguf):
-        seen.append([path.name for path in folder.parent.iterdir() if path.is_dir()])
+        seen.append(folders())
         if len(seen) == 1:
             raise KeyboardInterrupt
         return make_model("llama"), AutoTokenizer.from_pretrained(tiny_model)
@@ -116,8 +117,8 @@ def test_a_broken_conversion_leaves_nothing(monkeypatch, tmp_path, tiny_model):
     unfinished.mkdir()  # of a process killed while it wrote
     (unfinished / "half").touch()
     assert demo_model.model_path() == demo_model.model_path() == folder
-    assert seen == [[], [unfinished.name]] and not (folder / "half").exists()
-    assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
+    assert seen == [[], [unfinished]] and not (folder / "half").exists()
+    assert folders() == [folder]
     AutoTokenizer.from_pretrained(folder)
 
 
@@ -152,9 +153,8 @@ def test_a_first_step_of_a_recipe_of_trl(recipe, tiny_model, tmp_path):
     assert f"output_dir: runs/trl/{recipe.stem}\n" in recipe.read_text()
     trainer = trl_gsm8k.main(["--config", str(recipe), *on_a_cpu(tiny_model, tmp_path)])
     assert trainer.state.log_history[0]["grad_norm"] > 0
-    assert any("lora" in name for name, _ in trainer.model.named_parameters()) == (
-        "lora" in recipe.stem
-    )
+    adapted = any("lora" in name for name, _ in trainer.model.named_parameters())
+    assert adapted == ("lora" in recipe.stem)
 
 
 def test_with_lightning(tiny_model, tmp_path, monkeypatch):
@@ -194,11 +194,10 @@ def test_with_lightning(tiny_model, tmp_path, monkeypatch):
 @pytest.mark.nightly
 def test_lightning_on_two_devices(tiny_model):
     pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    options = ["--model", str(tiny_model), "--rollouts", "1", "--devices", "2"]
     done = subprocess.run(
-        [sys.executable, "examples/lightning_grpo.py", "--model", str(tiny_model), "--rollouts",
-         "1", "--devices", "2"],
-        cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
-        timeout=300,
+        [sys.executable, "examples/lightning_grpo.py", *options], cwd=ROOT, capture_output=True,
+        text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "MEMBER: 2/2" in done.stderr + done.stdout
@@ -206,8 +205,6 @@ def test_lightning_on_two_devices(tiny_model):
 
 def test_the_one_of_lightning_ends_at_every_end(tiny_model, monkeypatch):
     pytest.importorskip("lightning", reason="needs the extra 'lightning'")
-    from transformers import AutoTokenizer
-
     from examples import lightning_grpo
 
     policy = lightning_grpo.GRPO(str(tiny_model))

@@ -11,7 +11,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from grpo_kernels import batch_support
 from grpo_kernels.integrations.generation import StopStrings, SupportRecorder
 from tests.helpers.tiny_models import make_model, make_tokenizer
 
@@ -49,6 +48,10 @@ def sample(model, **options):
     )
 
 
+def recorded_sample(model, recorder, **options):
+    return sample(model, logits_processor=[recorder], **recorder.generate_options(), **options)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_what_generate_keeps(case):
     options, warpers = CASES[case]
@@ -56,7 +59,7 @@ def test_what_generate_keeps(case):
     plain = {"top_k": 0, "top_p": 1.0, "temperature": 1.0} | options
     expected = sample(model, do_sample=True, **plain)
     recorder = SupportRecorder(**options)
-    ids = sample(model, logits_processor=[recorder], **recorder.generate_options())
+    ids = recorded_sample(model, recorder)
     assert torch.equal(ids, expected)
 
     with torch.no_grad():
@@ -83,7 +86,7 @@ def test_generate_truncates_no_further():
     model = flat_model()
     model.generation_config.update(top_k=2, top_p=0.1, min_p=0.9, temperature=0.1, do_sample=False)
     recorder = SupportRecorder(top_k=30)
-    ids = sample(model, logits_processor=[recorder], **recorder.generate_options())
+    ids = recorded_sample(model, recorder)
     model.generation_config.update(top_k=30, top_p=1.0, min_p=None, temperature=1.0, do_sample=True)
     assert torch.equal(ids, sample(model))
 
@@ -93,8 +96,7 @@ def test_words_that_another_processor_forbids():
     model = flat_model()
     with torch.no_grad():
         best = int(model(PROMPTS).logits[0, -1].argmax())
-    options = recorder.generate_options()
-    sample(model, logits_processor=[recorder], suppress_tokens=[best], **options)
+    recorded_sample(model, recorder, suppress_tokens=[best])
     token_ids, offsets = recorder.supports([1, 0, 0])[0]
     assert offsets.tolist() == [0, 5] and best not in token_ids
 
@@ -102,30 +104,17 @@ def test_words_that_another_processor_forbids():
 def test_what_is_refused():
     """A second call of generate, and lengths that were not recorded."""
     recorder, model = SupportRecorder(top_k=5), flat_model()
-    sample(model, logits_processor=[recorder], **recorder.generate_options())
+    recorded_sample(model, recorder)
     for lengths in ([1, 1], [1, 1, STEPS + 1]):
         with pytest.raises(ValueError, match="lengths: expected 3 numbers up to 6"):
             recorder.supports(lengths)
     with pytest.raises(ValueError, match=r"input_ids: expected shape \[3, 9\], one token more"):
-        sample(model, logits_processor=[recorder], **recorder.generate_options())
+        recorded_sample(model, recorder)
 
 
 def test_nothing_recorded():
     token_ids, offsets = SupportRecorder(top_k=5).supports([0])[0]
     assert token_ids.tolist() == [] and offsets.tolist() == [0]
-
-
-def test_batch_support():
-    rows = [
-        (torch.tensor([3, 5, 7], dtype=torch.int32), torch.tensor([0, 2, 3])),
-        (torch.tensor([9], dtype=torch.int32), torch.tensor([0, 1])),
-        (torch.tensor([], dtype=torch.int32), torch.tensor([0])),
-    ]
-    token_ids, offsets = batch_support(rows, 3)
-    assert token_ids.tolist() == [3, 5, 7, 9] and token_ids.dtype == torch.int32
-    assert offsets.tolist() == [0, 2, 3, 3, 4, 4, 4, 4, 4, 4]
-    with pytest.raises(ValueError, match=r"length: expected as many .* 2; got 1"):
-        batch_support(rows, 1)
 
 
 def test_a_stop_string_may_end_inside_of_a_token():

@@ -23,11 +23,15 @@ from tests.peers.test_transformers import (
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
+def lora_model(kind):
+    return with_lora(family_model("qwen2"), **LORAS[kind])
+
+
 def test_an_adapter_per_row_is_refused_on_the_head_alone():
     """PEFT puts it into hooks of the layers, which a head that is not called does not run."""
     inputs, labels = batch_of()
     names = ["default", "__base__", "default"]
-    model = with_lora(family_model("qwen2"), **LORAS["body"]).eval()
+    model = lora_model("body").eval()
     check_scores(model)
     with torch.no_grad():
         expected_logps, _, _ = expected(model, inputs | {"adapter_names": names}, labels)
@@ -35,10 +39,9 @@ def test_an_adapter_per_row_is_refused_on_the_head_alone():
         assert not torch.allclose(expected_logps, expected(model, inputs, labels)[0], atol=1e-3)
     torch.testing.assert_close(out.logps, expected_logps, rtol=1e-4, atol=1e-4)
     for kind in ("head", "head_copied"):
-        model = with_lora(family_model("qwen2"), **LORAS[kind]).eval()
-        attach_fused_head(model)
+        _, call = with_head(lora_model(kind).eval())
         with pytest.raises(ValueError, match=r"on the output layer .* PEFT's adapter_names"):
-            model(**inputs, labels=labels, fused_head=True, adapter_names=names)
+            call(adapter_names=names)
 
 
 def double(layer, *tensors):
@@ -61,48 +64,41 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_hooks_on_what_is_not_called_are_refused(part, kind):
     lora, where = PARTS[part]
-    model = family_model("qwen2")
-    model = model if lora is None else with_lora(model, **LORAS[lora])
-    model, inputs, labels = with_head(model)
+    model, call = with_head(lora_model(lora) if lora else family_model("qwen2"))
     layer = model.get_output_embeddings().get_submodule(where)
     handle = getattr(layer, f"register_{kind}")(double)
     message = r"model: .*double on the output layer does not work .*: move it to the model's body"
     with pytest.raises(ValueError, match=message):
-        model(**inputs, labels=labels, fused_head=True)
+        call()
     handle.remove()
-    model(**inputs, labels=labels, fused_head=True).logps.sum().backward()
+    call().logps.sum().backward()
 
 
-@pytest.mark.parametrize("kind", ("forward_hook", "full_backward_hook"))
-@pytest.mark.parametrize("part", ("lora_A", "lora_dropout"))
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    (
+        ("lm_head.lora_A.default", "forward_hook"),
+        ("lm_head.lora_A.default", "full_backward_hook"),
+        ("lm_head.lora_dropout.default", "forward_hook"),
+        ("lm_head.lora_dropout.default", "full_backward_hook"),
+        ("model.norm", "full_backward_hook"),
+    ),
+)
 def test_hooks_on_what_is_called_run(part, kind):
-    model, inputs, labels = with_head(with_lora(family_model("qwen2"), **LORAS["head"]))
-    layer = model.get_output_embeddings()
-    torch.nn.init.normal_(layer.lora_B.default.weight)
-    getattr(layer.get_submodule(f"{part}.default"), f"register_{kind}")(
+    model, call = with_head(lora_model("head"))
+    getattr(model.base_model.model.get_submodule(part), f"register_{kind}")(
         lambda *x: 2 * x[2] if kind == "forward_hook" else tuple(2 * d for d in x[1])
     )
-    expected_grads = gradients_of(model, expected(model, inputs, labels)[0].sum())
-    out = model(**inputs, labels=labels, fused_head=True)
-    assert_same_gradients(gradients_of(model, out.logps.sum()), expected_grads)
-
-
-def test_a_hook_on_the_body_runs():
-    """A backward hook on the body, which scales a gradient, runs as in the plain call."""
-    model, inputs, labels = with_head(family_model("qwen2"))
-    model.model.norm.register_full_backward_pre_hook(lambda _, d_out: (0.1 * d_out[0],))
-    logps, _, _ = expected(model, inputs, labels)
-    expected_grads = gradients_of(model, logps.sum())
-    out = model(**inputs, labels=labels, fused_head=True)
-    assert_same_gradients(gradients_of(model, out.logps.sum()), expected_grads)
+    expected_grads = gradients_of(model, expected(model, *batch_of())[0].sum())
+    assert_same_gradients(gradients_of(model, call().logps.sum()), expected_grads)
 
 
 def test_a_forward_of_the_head_s_own_is_refused():
-    model, inputs, labels = with_head(family_model("qwen2"))
+    model, call = with_head(family_model("qwen2"))
     original = model.lm_head.forward
     model.lm_head.forward = lambda states: 2 * original(states)
     with pytest.raises(ValueError, match=r"model: .*lambda.* on the output layer does not work"):
-        model(**inputs, labels=labels, fused_head=True)
+        call()
 
 
 def test_accelerates_hooks_on_the_head():
@@ -115,12 +111,21 @@ def test_accelerates_hooks_on_the_head():
     check_scores(model)
     model = family_model("qwen2")
     cpu_offload(model)
-    inputs, labels = batch_of()
-    attach_fused_head(model)
-    with pytest.raises(ValueError, match=r"model: expected .* in memory; .*cpu_offload"):
-        model(**inputs, labels=labels, fused_head=True)
-    with pytest.raises(ValueError, match=r"model: expected .* in memory; .*cpu_offload"):
-        check_logits(model)
+    _, call = with_head(model)
+    for refused in (call, lambda: check_logits(model)):
+        with pytest.raises(ValueError, match=r"model: expected .* in memory; .*cpu_offload"):
+            refused()
+
+
+def with_outputs(model, change):
+    """The model, whose forward's result is what `change` makes of a call of the original one."""
+    original = model.forward
+
+    def forward(*args, **kwargs):
+        return change(lambda: original(*args, **kwargs))
+
+    model.forward = forward
+    return model
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -140,65 +145,27 @@ def test_logits_of_another_kind_are_refused_while_they_are_small(change, dtype):
     model = family_model("qwen2").to(dtype)
     with torch.no_grad():
         model.lm_head.weight.mul_(0.05)
-    original = model.forward
+    assert model(**batch_of()[0]).logits.abs().max() < 2
 
-    def forward(*args, **kwargs):
-        out = original(*args, **kwargs)
+    def changed(call):
+        out = call()
         out.logits = change(out.logits)
         return out
 
-    model.forward = forward
-    inputs, _ = batch_of()
-    assert original(**inputs).logits.abs().max() < 2
     with pytest.raises(ValueError, match="scaled and capped as the config says; those of Qwen2"):
-        attach_fused_head(model)
+        attach_fused_head(with_outputs(model, changed))
 
 
 def test_autocast_inside_a_wrapped_forward_is_known():
     """Accelerate wraps it so, and returns float32."""
-    model = family_model("llama")
-    original = model.forward
 
-    def forward(*args, **kwargs):
+    def wrapped(call):
         with torch.autocast("cpu", torch.bfloat16):
-            out = original(*args, **kwargs)
+            out = call()
         out.logits = out.logits.float()
         return out
 
-    model.forward = forward
-    check_logits(model)
-
-
-_, L = batch_of()
-SEQUENCE_LOSS = Objective(torch.ones(3), config=GRPOLossConfig(loss_type="grpo"))
-# (arguments of the call, the error)
-NOT_CALLED = (
-    ({"labels": None}, "labels: expected token ids .* got neither"),
-    ({"shift_labels": L}, "got both"),
-    ({"labels": L[:, :-1]}, r"labels: expected shape \[3, 11\]"),
-    ({"labels": L.tolist()}, "labels: expected a tensor"),
-    ({"labels": L.to("meta")}, "meta"),
-    ({"logits_to_keep": 11}, "logits_to_keep: expected at most 10"),
-    ({"logits_to_keep": -1}, "logits_to_keep: expected an int >= 0"),
-    ({"use_cache": True}, "use_cache: a fused head takes no cache"),
-    *(({name: transformers.DynamicCache()}, f"{name}: a fused head takes no cache")
-      for name in ("past_key_values", "cache", "by_another_name")),
-    ({"num_items_in_batch": torch.tensor(9), "fused_head": SEQUENCE_LOSS},
-     "num_items_in_batch=.* with the 'grpo' aggregation, which divides by the number of sequences"),
-    ({"num_items_in_batch": torch.ones(2), "fused_head": Objective(torch.ones(3))},
-     "num_items: expected a 0-d tensor"),
-    ({"cu_seq_lens_q": torch.tensor([0, 4, 11]), "fused_head": SEQUENCE_LOSS},
-     "cu_seq_lens_q does not work with loss_type='grpo' and these options"),
-    ({"seq_idx": torch.zeros(3, 11).int(), "fused_head": SEQUENCE_LOSS}, "seq_idx does not work"),
-    ({"num_items_in_batch": 9}, "num_items_in_batch=9 does not work without advantages"),
-    ({"output_hidden_states": True}, "output_hidden_states=True does not work with a fused head"),
-    ({"output_attentions": True}, "output_attentions=True does not work"),
-    ({"return_dict": False}, "return_dict=False does not work"),
-    ({"fused_head": 1.0}, "fused_head: expected True or an Objective"),
-    # Arguments that the model would ignore.
-    *(({name: torch.ones(3)}, f"'{name}' is not an argument of LlamaForCausalLM")
-      for name in ("advantages", "beta")),
-)  # fmt: skip
+    check_logits(with_outputs(family_model("llama"), wrapped))
 
 
 # Values of transformers' own arguments of all models, of which none may be left out.
@@ -213,47 +180,73 @@ LAYERS = {"output_router_logits": True, "is_causal": True, "max_length_q": 11, "
 
 @pytest.mark.parametrize("name", sorted({*TransformersKwargs.__annotations__, *KNOWN}))
 def test_what_transformers_hands_to_any_model_is_used_or_refused(name):
-    model, inputs, labels = with_head(family_model("qwen3_moe"))
+    model, call = with_head(family_model("qwen3_moe"))
     if name in LAYERS:
         body = MagicMock(wraps=model.model.forward)
         model.model.forward = body
-        model(**inputs, labels=labels, fused_head=True, **{name: LAYERS[name]})
+        call(**{name: LAYERS[name]})
         assert body.call_args.kwargs[name] is LAYERS[name]
         return
-    kwargs = {name: KNOWN.get(name, 1)}
     with pytest.raises((TypeError, ValueError), match=name):
-        model(**inputs, labels=labels, fused_head=True, **kwargs)
+        call(**{name: KNOWN.get(name, 1)})
     harmless = {"return_dict": True}.get(name, False if "output" in name else None)
     if name in KNOWN and name not in ("past_key_values", "cache"):
-        model(**inputs, labels=labels, fused_head=True, **{name: harmless})
+        call(**{name: harmless})
+
+
+_, L = batch_of()
+ONES = torch.ones(3)
+SEQUENCE_LOSS = Objective(ONES, config=GRPOLossConfig(loss_type="grpo"))
+# (arguments of the call, the error)
+NOT_CALLED = (
+    ({"labels": None}, "labels: expected token ids .* got neither"),
+    ({"shift_labels": L}, "got both"),
+    ({"labels": L[:, :-1]}, r"labels: expected shape \[3, 11\]"),
+    ({"labels": L.tolist()}, "labels: expected a tensor"),
+    ({"labels": L.to("meta")}, "meta"),
+    ({"logits_to_keep": 11}, "logits_to_keep: expected at most 10"),
+    ({"logits_to_keep": -1}, "logits_to_keep: expected an int >= 0"),
+    ({"use_cache": True}, "use_cache: a fused head takes no cache"),
+    ({"by_any_name": transformers.DynamicCache()}, "by_any_name: a fused head takes no cache"),
+    ({"input_ids": None, "inputs_embeds": torch.ones(3, 11, 32)},
+     "inputs_embeds does not work with a fused head"),
+    ({"num_items_in_batch": torch.tensor(9), "request": SEQUENCE_LOSS},
+     "num_items_in_batch=.* with the 'grpo' aggregation, which divides by the number of sequences"),
+    ({"num_items_in_batch": torch.ones(2), "request": Objective(ONES)},
+     "num_items: expected a 0-d tensor"),
+    ({"cu_seq_lens_q": torch.tensor([0, 4, 11]), "request": SEQUENCE_LOSS},
+     "cu_seq_lens_q does not work with loss_type='grpo' and these options"),
+    ({"seq_idx": torch.zeros(3, 11).int(), "request": SEQUENCE_LOSS}, "seq_idx does not work"),
+    ({"request": 1.0}, "fused_head: expected True or an Objective"),
+    # Arguments that the model would ignore.
+    *(({name: ONES}, f"'{name}' is not an argument of LlamaForCausalLM")
+      for name in ("advantages", "beta")),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("kwargs", "message"), NOT_CALLED)
 def test_calls_that_are_refused(kwargs, message):
-    model, inputs, labels = with_head()
-    kwargs = {"labels": labels, "fused_head": True, **kwargs}
+    _, call = with_head()
     with pytest.raises((TypeError, ValueError), match=message):
-        model(**inputs, **{k: x for k, x in kwargs.items() if x is not None})
+        call(**kwargs)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    (
-        ({"mask": torch.ones(10)}, r"mask: expected shape \[3, 10\]; got \[10\]"),  # not broadcast
-        ({"mask": [1] * 10}, "mask: expected a tensor; got list"),
-        ({"mask": 0.5 * torch.ones(3, 10)}, "mask: expected 0 or 1; got other values"),
-        ({"config": {"beta": 0.1}}, "config: expected a GRPOLossConfig; got dict"),
-        ({"temperature": 0.0}, "temperature: expected a number > 0"),
-        ({"support": [torch.ones(2)]}, "support: expected"),
-        (
-            {"advantages": None, "old_logps": torch.zeros(1)},
-            "old_logps: no effect without advantages",
-        ),
-        ({"execution": {}}, "execution: expected an Execution; got {}"),
-    ),
+# (options of an Objective, the error)
+NO_OBJECTIVE = (
+    ({"mask": torch.ones(10)}, r"mask: expected shape \[3, 10\]; got \[10\]"),  # not broadcast
+    ({"mask": [1] * 10}, "mask: expected a tensor; got list"),
+    ({"mask": 0.5 * torch.ones(3, 10)}, "mask: expected 0 or 1; got other values"),
+    ({"config": {"beta": 0.1}}, "config: expected a GRPOLossConfig; got dict"),
+    ({"temperature": 0.0}, "temperature: expected a number > 0"),
+    ({"support": [torch.ones(2)]}, "support: expected"),
+    ({"advantages": None, "old_logps": ONES}, "old_logps: no effect without advantages"),
+    ({"advantages": None, "ce_weights": ONES}, "ce_weights: no effect without advantages"),
+    ({"execution": {}}, "execution: expected an Execution; got {}"),
 )
+
+
+@pytest.mark.parametrize(("options", "error"), NO_OBJECTIVE)
 def test_what_an_objective_does_not_take(options, error):
-    model, inputs, labels = with_head()
+    _, call = with_head()
     with pytest.raises((TypeError, ValueError), match=error):
-        objective = Objective(**{"advantages": torch.ones(3), **options})
-        model(**inputs, labels=labels, fused_head=objective)
+        call(Objective(**{"advantages": ONES, **options}))

@@ -46,14 +46,16 @@ def batch_of(seed=5) -> Batch:
 
 def options_of(loss_type, level, delta, beta, correction):
     """The config's options, or None where the combination is refused."""
+    correction = CORRECTIONS[correction]
+    sequence_weights = correction.get("is_correction", "").startswith("sequence")
+    if (
+        (level == "sequence" and loss_type in ("sapo", "vespo"))
+        or (delta is not None and loss_type not in CLIPPED)
+        or (loss_type == "vespo" and sequence_weights)
+    ):
+        return None
     options = {"loss_type": loss_type, "importance_sampling_level": level, **correction}
-    if level == "sequence" and loss_type in ("sapo", "vespo"):
-        return None
-    if delta is not None and loss_type not in CLIPPED:
-        return None
-    if loss_type == "vespo" and str(correction.get("is_correction")).startswith("sequence"):
-        return None
-    if loss_type != "sapo" and loss_type != "vespo":
+    if loss_type not in ("sapo", "vespo"):
         options["epsilon_high"] = 1.15 if loss_type == "cispo" else 0.28
     return {**options, "delta": delta, "beta": beta}
 
@@ -65,38 +67,33 @@ ONE_PROCESS = SimpleNamespace(
 )  # fmt: skip
 
 
-def trl_loss(cfg, batch, logps, entropy, num_items):
-    """`GRPOTrainer._compute_loss` of chosen log-probs and entropies, and what it logs."""
-    mask = batch.mask
-    old, ref = clean(batch.old_logps, mask), clean(batch.ref_logps, mask)
-    sampling = clean(batch.sampling_logps, mask)
-    same = (
-        "loss_type", "beta", "importance_sampling_level", "max_completion_length", "entropy_coef",
-        "top_entropy_quantile",
-    )  # fmt: skip
-    arg_names = [name for name in vars(cfg) if name.startswith(("sapo_", "vespo_"))]
-    arg_names += ["delta", "use_bias_correction_kl"]
+def by_trl(cfg, batch, num_items=None) -> Result:
+    """Runs `GRPOTrainer._compute_loss` on chosen log-probs and entropies; gradients are theirs."""
+    leaves, mask = log_prob_leaves(batch), batch.mask
+    old, ref, sampling = (
+        clean(x, mask) for x in (batch.old_logps, batch.ref_logps, batch.sampling_logps)
+    )
+    options = vars(cfg)
+    args = {k: x for k, x in options.items() if k.startswith(("sapo_", "vespo_"))}
     trainer = SimpleNamespace(
-        **{name: getattr(cfg, name) for name in same},
-        epsilon_low=cfg.epsilon,
-        epsilon_high=cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high,
+        **options | {
+            "epsilon_low": cfg.epsilon,
+            "epsilon_high": cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high,
+        },
         off_policy_mask_threshold=cfg.off_policy_threshold,
-        _entropy_bonus_enabled=cfg.entropy_coef != 0,
-        use_adaptive_entropy=False,
-        aux_loss_enabled=False,
-        use_vllm=cfg.is_correction != "none",
-        vllm_importance_sampling_correction=True,
-        current_gradient_accumulation_steps=1,
-        accelerator=ONE_PROCESS,
-        model=SimpleNamespace(training=False),
+        _entropy_bonus_enabled=cfg.entropy_coef != 0, use_adaptive_entropy=False,
+        aux_loss_enabled=False, use_vllm=cfg.is_correction != "none",
+        vllm_importance_sampling_correction=True, current_gradient_accumulation_steps=1,
+        accelerator=ONE_PROCESS, model=SimpleNamespace(training=False),
         args=SimpleNamespace(
-            steps_per_generation=1, **{name: getattr(cfg, name) for name in arg_names}
+            steps_per_generation=1, delta=cfg.delta,
+            use_bias_correction_kl=cfg.use_bias_correction_kl, **args,
         ),
         _metrics={"eval": defaultdict(list)},
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
-        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logps, entropy, None),
-    )
+        _get_per_token_logps_and_entropies=lambda *_, **__: (leaves["l"], leaves["e"], None),
+    )  # fmt: skip
     trainer.get_high_entropy_mask = GRPOTrainer.get_high_entropy_mask.__get__(trainer)
     inputs = {
         "prompt_ids": torch.zeros(len(mask), 1), "prompt_mask": torch.zeros(len(mask), 1),
@@ -105,10 +102,19 @@ def trl_loss(cfg, batch, logps, entropy, num_items):
         "ref_per_token_logps": ref, "sampling_per_token_logps": sampling,
         "num_items_in_batch": torch.tensor(float(mask.sum() if num_items is None else num_items)),
     }  # fmt: skip
-    if cfg.is_correction != "none":
-        inputs["importance_sampling_ratio"] = importance_weights(cfg, old, sampling, mask)
+    if trainer.use_vllm:
+        limits = {"clip_min": cfg.is_clip_min, "clip_max": cfg.is_clip_max}
+        options = {"mode": cfg.is_correction, **limits}
+        inputs["importance_sampling_ratio"] = trl_lines(
+            "per_token_logps_diff = ", "# Compute the per-token log probabilities for the ref",
+            {f"vllm_importance_sampling_{name}": x for name, x in options.items()},
+            old_per_token_logps=old, sampling_per_token_logps=sampling, mask=mask,
+        )["vllm_importance_sampling_ratio"]  # fmt: skip
     loss = GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
-    return loss, {name: values[0] for name, values in trainer._metrics["eval"].items()}
+    loss.backward()
+    metrics = {name: values[0] for name, values in trainer._metrics["eval"].items()}
+    grads = {k: x.grad for k, x in leaves.items()}
+    return Result(loss.detach(), metrics, leaves["l"].detach(), grads)
 
 
 def trl_lines(begin, end, trainer, **names):
@@ -121,26 +127,6 @@ def trl_lines(begin, end, trainer, **names):
     return scope
 
 
-def importance_weights(cfg, old, sampling, mask):
-    """The inputs that TRL's generation step hands to its loss: [B, T] or [B, 1]."""
-    options = {"mode": cfg.is_correction, "clip_min": cfg.is_clip_min, "clip_max": cfg.is_clip_max}
-    return trl_lines(
-        "per_token_logps_diff = ", "# Compute the per-token log probabilities for the reference",
-        {f"vllm_importance_sampling_{name}": x for name, x in options.items()},
-        old_per_token_logps=old, sampling_per_token_logps=sampling, mask=mask,
-    )["vllm_importance_sampling_ratio"]  # fmt: skip
-
-
-def by_trl(cfg, batch, num_items=None) -> Result:
-    """Runs TRL with gradients for log-probs and entropy."""
-    leaves = log_prob_leaves(batch)
-    loss, metrics = trl_loss(cfg, batch, *leaves.values(), num_items)
-    loss.backward()
-    return Result(
-        loss.detach(), metrics, leaves["l"].detach(), {k: x.grad for k, x in leaves.items()}
-    )
-
-
 def log_prob_leaves(batch, dtype=torch.float64):
     g = torch.Generator().manual_seed(1)
     noise = (0.4 * torch.randn(2, *batch.mask.shape, generator=g)).double()
@@ -149,7 +135,7 @@ def log_prob_leaves(batch, dtype=torch.float64):
     return {x: y.to(dtype).requires_grad_() for x, y in (("l", logps), ("e", 2 + noise[1]))}
 
 
-def by_us(cfg, batch, call, num_items=None, dtype=torch.float32) -> Result:
+def by_us(cfg, batch, call=grpo_loss, num_items=None, dtype=torch.float32) -> Result:
     kwargs = {"old_logps": batch.old_logps, "ref_logps": batch.ref_logps}
     if cfg.is_correction != "none" or cfg.off_policy_threshold is not None:
         kwargs["sampling_logps"] = batch.sampling_logps
@@ -163,61 +149,46 @@ def by_us(cfg, batch, call, num_items=None, dtype=torch.float32) -> Result:
     return Result(out.loss.detach(), out.metrics, out.logps, {k: x.grad for k, x in leaves.items()})
 
 
-def assert_same(ours, theirs, tolerance):
-    # The terms of a loss are of the order of 1, and what is left of them may be little.
-    assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=tolerance, abs=tolerance)
-    for name, expected in theirs.gradients.items():
-        grad = ours.gradients[name]
-        if expected is None:
-            assert grad is None or not grad.any(), name
-            continue
-        assert grad is not None and relative_error(grad, expected) <= tolerance, name
-
-
-def test_the_batch_has_everything():
-    """Padding, an all-masked row, a hole, every sign, tokens clipped on either side or not."""
-    batch = batch_of()
-    lengths = batch.mask.sum(1)
-    assert (lengths == 0).any() and len(lengths.unique()) > 3
-    assert batch.mask[0].diff().int().abs().sum() >= 2 and batch.sampling_logps[0, 0].isnan()
-    for sign in (-1, 0, 1):
-        assert (batch.advantages.sign() == sign).any()
-    for level in ("token", "sequence"):
-        cfg = config(loss_type="grpo", importance_sampling_level=level, epsilon_high=0.28)
-        metrics = by_us(cfg, batch, grpo_loss).metrics
-        assert metrics["clip_low"] > 0 and metrics["clip_high"] > 0
-        assert metrics["clip_low"] + metrics["clip_high"] < 0.7
-        assert metrics["ratio_max"] > 1.35
+def assert_same_as_trl(cfg, batch, num_items=None):
+    """The reference in TRL's dtype, but for the order of additions; ours in float32."""
+    theirs = by_trl(cfg, batch, num_items)
+    assert theirs.gradients["l"].norm() > 0
+    # TRL rounds the two temperatures of sapo to float32.
+    exact = 1e-6 if cfg.loss_type == "sapo" else 1e-9
+    for call, dtype, tolerance in (
+        (grpo_loss, torch.float32, 1e-5), (reference.grpo_loss, torch.float64, exact)
+    ):  # fmt: skip
+        ours = by_us(cfg, batch, call, num_items, dtype)
+        # The terms of a loss are of the order of 1, and what is left of them may be little.
+        assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=tolerance, abs=tolerance)
+        for name, expected in theirs.gradients.items():
+            grad = ours.gradients[name]
+            if expected is None:
+                assert grad is None or not grad.any(), name
+                continue
+            assert grad is not None and relative_error(grad, expected) <= tolerance, name
 
 
 CASES = [
-    (loss_type, level, delta, beta, name)
+    case
     for loss_type in SHARED
     for level in ("token", "sequence")
     for delta, beta in ((None, 0.1), (1.35, 0.0))
     for name in CORRECTIONS
-    if options_of(loss_type, level, delta, beta, CORRECTIONS[name])
+    if options_of(*(case := (loss_type, level, delta, beta, name)))
 ]
 
 
 @pytest.mark.parametrize(("loss_type", "level", "delta", "beta", "correction"), CASES)
 def test_trl(loss_type, level, delta, beta, correction):
-    cfg = config(**options_of(loss_type, level, delta, beta, CORRECTIONS[correction]))
+    cfg = config(**options_of(loss_type, level, delta, beta, correction))
     batch = batch_of()
-    num_items = 37 if cfg.effective_aggregation == "dapo" else None
-    theirs = by_trl(cfg, batch, num_items)
-    assert theirs.gradients["l"].norm() > 0
-    assert_same(by_us(cfg, batch, grpo_loss, num_items), theirs, 1e-5)
-    # In one dtype the two are the same but for the order of additions; TRL rounds the two
-    # temperatures of sapo to float32, however.
-    tolerance = 1e-6 if loss_type == "sapo" else 1e-9
-    ours = by_us(cfg, batch, reference.grpo_loss, num_items, torch.float64)
-    assert_same(ours, theirs, tolerance)
+    assert_same_as_trl(cfg, batch, 37 if cfg.effective_aggregation == "dapo" else None)
     # TRL counts a sequence of no tokens as one that was not clipped, of weight 1.
     keep = batch.mask.any(1)
     per_row = {k: x[keep] for k, x in vars(batch).items() if x is not None and len(x) == len(keep)}
     batch = replace(batch, **per_row)
-    metrics, ours = by_trl(cfg, batch).metrics, by_us(cfg, batch, grpo_loss).metrics
+    metrics, ours = by_trl(cfg, batch).metrics, by_us(cfg, batch).metrics
     assert metrics.keys() - {"policy_loss", "entropy_coef"} <= ours.keys()
     assert {"entropy", *(["kl"] if beta else [])} <= metrics.keys()
     for name, value in metrics.items():
@@ -230,9 +201,7 @@ def test_advantages_per_token(loss_type):
     cfg, batch = config(loss_type=loss_type, use_bias_correction_kl=False), batch_of()
     g = torch.Generator().manual_seed(0)
     batch.advantages = torch.randn(batch.mask.shape, generator=g)
-    theirs = by_trl(cfg, batch)
-    assert_same(by_us(cfg, batch, grpo_loss), theirs, 1e-5)
-    assert_same(by_us(cfg, batch, reference.grpo_loss, None, torch.float64), theirs, 1e-9)
+    assert_same_as_trl(cfg, batch)
 
 
 @pytest.mark.parametrize("missing", (False, True))

@@ -18,6 +18,7 @@ from tests.helpers.tiny_models import V, make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 T = 5
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.7])
 
 
 def batch_of(B=3, S=11):
@@ -32,7 +33,7 @@ def batch_of(B=3, S=11):
 
 
 def expected(model, inputs, labels, temperature=1.0):
-    """Log-probs and entropy from the model's own logits."""
+    """Log-probs and entropy from the model's own logits, and the mask."""
     logits = model(**inputs, use_cache=False).logits[:, :-1].float() / temperature
     log_p = logits.log_softmax(-1)
     mask = labels[:, 1:] != -100
@@ -78,10 +79,15 @@ def check_scores(model, attach=True, temperature=1.0, **more):
 
 
 def with_head(model=None, **options):
-    """A model with a fused head, and a batch."""
+    """A model with a fused head, and `call(request)` on the batch, with its labels."""
     model = make_model("llama") if model is None else model
     attach_fused_head(model, **options)
-    return model, *batch_of()
+    inputs, labels = batch_of()
+
+    def call(request=True, **more):
+        return model(**{**inputs, "labels": labels, "fused_head": request, **more})
+
+    return model, call
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,245 +98,21 @@ def test_families(family):
         attach_fused_head(family_model(family).to(dtype))
 
 
-@pytest.mark.parametrize("objective", ("dapo", "gspo"))
-def test_loss(objective):
-    model = make_model("llama")
-    inputs, labels = batch_of()
-    config = GRPOLossConfig(loss_type=objective, beta=0.1)
-    advantages = torch.tensor([1.0, -0.5, 0.7])
-    logps, _, mask = expected(model, inputs, labels)
-    old, ref = (
-        logps.detach() + 0.3 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(s))
-        for s in (1, 2)
-    )
-    kwargs = {"old_logps": old, "ref_logps": ref, "config": config}
-    loss = grpo_loss(logps, advantages, mask, **kwargs).loss
-    expected_grads = gradients_of(model, loss)
-    attach_fused_head(model)
-    out = model(**inputs, labels=labels, fused_head=Objective(advantages, **kwargs))
-    torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)
-    assert not out.logps.requires_grad and out.metrics["tokens"] == mask.sum()
-    assert_same_gradients(gradients_of(model, out.loss), expected_grads)
-    # The last T labels alone, in whose shape the rest then comes.
-    last = {"old_logps": old[:, -T:], "ref_logps": ref[:, -T:], "config": config}
-    summed = model(
-        **inputs, labels=labels, fused_head=Objective(advantages, **last), logits_to_keep=T
-    )
-    assert summed.logps.shape == (3, T)
-    torch.testing.assert_close(summed.loss, out.loss)
-    # A mask of the caller's own, as of a tool's words.
-    spoken = torch.ones_like(mask)
-    spoken[:, -1] = False
-    masked = model(**inputs, labels=labels, fused_head=Objective(advantages, mask=spoken, **kwargs))
-    torch.testing.assert_close(
-        masked.loss, grpo_loss(logps, advantages, mask & spoken, **kwargs).loss
-    )
+def test_vision_language_model():
+    ids = batch_of()[0]["input_ids"]
+    ids[:, 2:6] = 3  # four patches
+    check_scores(llava(), input_ids=ids, pixel_values=torch.randn(3, 3, 8, 8))
 
 
-@pytest.mark.parametrize("kind", (int, float, torch.tensor))
-def test_the_parts_of_a_step_add_up(kind):
-    """Micro-batches' losses, divided by the Trainer's `num_items_in_batch`, sum to the batch's."""
-    model, inputs, labels = with_head()
-    advantages, items = torch.tensor([1.0, -0.5, 0.7]), int((labels[:, 1:] != -100).sum())
+def test_a_body_by_another_name_than_the_model_says():
+    from transformers.models.mllama.modeling_mllama import MllamaForCausalLM, MllamaTextConfig
 
-    def loss(rows, **kwargs):
-        ids = {name: x[rows] for name, x in inputs.items()}
-        objective = Objective(advantages[rows])
-        return model(**ids, labels=labels[rows], fused_head=objective, **kwargs).loss
-
-    total = loss(slice(0, 3))
-    parts = [loss(rows, num_items_in_batch=kind(items)) for rows in (slice(0, 2), slice(2, 3))]
-    torch.testing.assert_close(sum(parts), total)
-    assert_same_gradients(gradients_of(model, sum(parts)), gradients_of(model, total))
-
-
-@pytest.mark.parametrize("name", ("qwen2", "gpt2", "gemma2"))
-def test_a_config_that_asks_for_another_result(name):
-    model, inputs, labels = with_head(family_model(name))
-    expected = model(**inputs, labels=labels, fused_head=True).logps
-    model.config.return_dict, model.config.output_hidden_states = False, True
-    logps = model(**inputs, labels=labels, fused_head=True, past_key_values=None).logps
-    torch.testing.assert_close(logps, expected)
-
-
-@pytest.mark.parametrize("loss_type", ("dapo", "grpo"))
-def test_a_trainer_of_transformers_accumulates(loss_type, tmp_path):
-    """The Trainer passes `num_items_in_batch` and does not divide by the accumulation steps."""
-    weights = []
-    for size in (4, 2):
-        model, _, _ = with_head(family_model("qwen2"))
-        g = torch.Generator().manual_seed(0)
-        rows = [(torch.randint(5, 60, (7,), generator=g), (-1.0) ** i) for i in range(4)]
-
-        def batch(some):
-            ids = torch.stack([ids for ids, _ in some])
-            advantages = torch.tensor([a for _, a in some])
-            options = {"num_items": 4} if loss_type == "grpo" else {}
-            objective = Objective(advantages, config=GRPOLossConfig(loss_type=loss_type), **options)
-            return {"input_ids": ids, "labels": ids, "fused_head": objective}
-
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=size, gradient_accumulation_steps=4 // size,
-            max_steps=1, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant",
-            max_grad_norm=0.0, remove_unused_columns=False, use_cpu=True, report_to=[],
-            save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        before = model.lm_head.weight.detach().clone()
-        transformers.Trainer(model, arguments, batch, rows).train()
-        weights.append(model.lm_head.weight.detach() - before)
-    assert weights[0].norm() > 1e-3
-    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
-
-
-def merged(model):
-    model = with_lora(model, **LORAS["head"])
-    model.merge_adapter()
-    return model
-
-
-# Models as they are when states are taken of them, and what then changes the head.
-STATES = {
-    "untied": lambda: family_model("qwen2"),
-    "tied": lambda: family_model("llama"),
-    "bias": lambda: family_model("phi"),
-    "LoRA": lambda: with_lora(family_model("qwen2"), **LORAS["head"]),
-    "merged LoRA": lambda: merged(family_model("qwen2")),
-    "copied": lambda: with_lora(family_model("qwen2"), **LORAS["head_copied"]),
-}
-
-
-@pytest.mark.parametrize("case", STATES)
-@pytest.mark.parametrize("grad", (False, True))
-def test_states_are_of_the_model_as_it_was(case, grad):
-    """A step of a fused optimizer leaves no trace on a tensor's version."""
-    model, inputs, labels = with_head(STATES[case]())
-    config = GRPOLossConfig(beta=0.5, kl_estimator="exact")
-    mask = labels[:, 1:] != -100
-
-    def log_p():
-        with torch.no_grad():
-            return model(**inputs).logits[:, :-1].double().log_softmax(-1)
-
-    states_objective, old = Objective(states=True), log_p()
-    with torch.set_grad_enabled(grad):
-        model(**inputs, labels=labels, fused_head=states_objective)
-    if case == "merged LoRA":
-        model.unmerge_adapter()
-        with torch.no_grad():
-            model.base_model.model.lm_head.lora_B["default"].weight.mul_(2.0)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
-        model(**inputs, labels=labels, fused_head=True).logps.sum().backward()
-        optimizer.step()
-    out = model(
-        **inputs, labels=labels,
-        fused_head=Objective(torch.ones(3), config=config, reference=states_objective.reference),
-    )  # fmt: skip
-    new = log_p()
-    kl = (new.exp() * (new - old)).sum(-1)[mask].mean()
-    assert kl > 1e-3
-    torch.testing.assert_close(out.metrics["kl"].double(), kl, rtol=1e-4, atol=1e-6)
-    out.loss.backward()
-
-
-def test_a_frozen_head_is_not_copied():
-    model, inputs, labels = with_head(family_model("qwen2").requires_grad_(False))
-    states_objective = Objective(states=True)
-    model(**inputs, labels=labels, fused_head=states_objective)
-    assert states_objective.reference.head.weight.data_ptr() == model.lm_head.weight.data_ptr()
-
-
-def test_cross_entropy_beside_the_loss():
-    """On labels that the mask leaves out, such as what a tool answered."""
-    model = make_model("llama")
-    inputs, labels = batch_of()
-    advantages = torch.tensor([1.0, -0.5, 0.7])
-    logps, _, scored = expected(model, inputs, labels)
-    spoken = torch.ones_like(scored)
-    ce_weights = 0.1 * torch.rand(scored.shape, generator=torch.Generator().manual_seed(1))
-    ce_weights[:, :-2] = 0.0
-    ce_weights[~scored] = 0.0
-    spoken[:, -1] = False
-    loss = grpo_loss(logps, advantages, scored & spoken).loss - (ce_weights * logps).sum()
-    expected_grads = gradients_of(model, loss)
-    attach_fused_head(model)
-    objective = Objective(advantages, mask=spoken, ce_weights=ce_weights)
-    out = model(**inputs, labels=labels, fused_head=objective)
-    torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)
-    assert torch.equal(out.mask, (scored & spoken) | (ce_weights != 0))
-    assert (out.logps[out.mask] != 0).all() and out.metrics["ce_tokens"] == (ce_weights != 0).sum()
-    assert_same_gradients(gradients_of(model, out.loss), expected_grads)
-    with pytest.raises(ValueError, match="ce_weights: no effect without advantages"):
-        Objective(ce_weights=ce_weights)
-    everywhere = Objective(advantages, ce_weights=torch.ones_like(ce_weights))
-    with pytest.raises(ValueError, match="targets: expected ids in"):
-        model(**inputs, labels=labels, fused_head=everywhere)
-
-
-def test_labels_shifted_already():
-    model, inputs, labels = with_head()
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    out = model(**inputs, shift_labels=shifted, fused_head=True)
-    unshifted = model(**inputs, labels=labels, fused_head=True)
-    torch.testing.assert_close(out.logps[:, :-1], unshifted.logps)
-
-
-def test_otherwise_the_model_is_as_it_was():
-    model = make_model("gemma2").eval()
-    inputs, labels = batch_of()
-    before = model(**inputs, labels=labels)
-    ids = inputs["input_ids"][:, :4]
-    words = model.generate(ids, max_new_tokens=6, do_sample=False)
-    attach_fused_head(model)
-    after = model(**inputs, labels=labels)
-    torch.testing.assert_close(after.logits, before.logits)
-    torch.testing.assert_close(after.loss, before.loss)
-    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), words)
-    with pytest.raises(ValueError, match="model_kwargs"):
-        model.generate(ids, max_new_tokens=2, nonsense=True)
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        copied.lm_head.weight.zero_()
-    # The copy's head, not that of the model it was copied from.
-    flat = copied(**inputs, labels=labels, fused_head=True)
-    assert (flat.entropy[flat.mask] - math.log(V)).abs().max() < 1e-4
-    detach_fused_head(model)
-    assert "forward" not in vars(model)
-    assert not hasattr(model(**inputs, labels=labels), "logps")
-
-
-def test_gradient_checkpointing():
-    model, inputs, labels = with_head(make_model("llama").train())
-    expected = gradients_of(model, model(**inputs, labels=labels, fused_head=True).logps.sum())
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    actual = gradients_of(model, model(**inputs, labels=labels, fused_head=True).logps.sum())
-    assert_same_gradients(actual, expected, 1e-5)
-
-
-def test_load_balancing_of_experts():
-    """The auxiliary loss is the model's, whether arguments come by name or by position."""
-    model = family_model("mixtral")
-    inputs, labels = batch_of()
-    plain = model(**inputs, labels=labels)
-    attach_fused_head(model)
-    by_name = model(**inputs, labels=labels, fused_head=True)
-    by_position = model(*inputs.values(), labels=labels, fused_head=True)
-    for out in (by_name, by_position):
-        torch.testing.assert_close(out.aux_loss, plain.aux_loss)
-        torch.testing.assert_close(out.logps, by_name.logps)
-        assert out.aux_loss.requires_grad
-
-
-def test_accelerate_leaves_it_alone():
-    """PEFT unwraps a forward by `__wrapped__`, and reads its signature."""
-    from accelerate.utils import extract_model_from_parallel
-
-    signature = inspect.signature(make_model("llama").forward)
-    model, inputs, labels = with_head()
-    assert inspect.signature(model.forward) == signature
-    for keep in (True, False):
-        unwrapped = extract_model_from_parallel(model, keep_fp32_wrapper=keep)
-        assert unwrapped(**inputs, labels=labels, fused_head=True).logps is not None
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = MllamaTextConfig(**COMMON, cross_attention_layers=[], rope_parameters=rope)
+    torch.manual_seed(0)
+    model = MllamaForCausalLM(config).float().eval()
+    assert model.base_model is model
+    check_scores(model)
 
 
 def test_a_softcap_of_a_model_without_a_mask():
@@ -343,19 +125,14 @@ def test_a_softcap_of_a_model_without_a_mask():
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     attach_fused_head(model)
     inputs, labels = batch_of()
-    ids = {"input_ids": inputs["input_ids"], "use_cache": False}
+    del inputs["attention_mask"]
     with torch.no_grad():
-        model.lm_head.weight.mul_(60.0 / model(**ids).logits.abs().max())
-        assert model(**ids).logits.abs().max() > 20.0
-        expected_logps, _, _ = expected(model, {"input_ids": ids["input_ids"]}, labels)
-        out = model(input_ids=ids["input_ids"], labels=labels, fused_head=True)
+        logits = model(**inputs, use_cache=False).logits
+        model.lm_head.weight.mul_(60.0 / logits.abs().max())
+        assert model(**inputs, use_cache=False).logits.abs().max() > 20.0
+        expected_logps, _, _ = expected(model, inputs, labels)
+        out = model(**inputs, labels=labels, fused_head=True)
     torch.testing.assert_close(out.logps, expected_logps, rtol=1e-4, atol=1e-4)
-
-
-def test_vision_language_model():
-    ids = batch_of()[0]["input_ids"]
-    ids[:, 2:6] = 3  # four patches
-    check_scores(llava(), input_ids=ids, pixel_values=torch.randn(3, 3, 8, 8))
 
 
 @pytest.mark.parametrize("when", ("before", "after"))
@@ -391,50 +168,242 @@ def test_two_loras_on_the_head():
     check_scores(model)
 
 
+@pytest.mark.parametrize("objective", ("dapo", "gspo"))
+def test_loss(objective):
+    model = make_model("llama")
+    inputs, labels = batch_of()
+    config = GRPOLossConfig(loss_type=objective, beta=0.1)
+    logps, _, mask = expected(model, inputs, labels)
+    old, ref = (
+        logps.detach() + 0.3 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(s))
+        for s in (1, 2)
+    )
+    kwargs = {"old_logps": old, "ref_logps": ref, "config": config}
+    loss = grpo_loss(logps, ADVANTAGES, mask, **kwargs).loss
+    expected_grads = gradients_of(model, loss)
+    _, call = with_head(model)
+    out = call(Objective(ADVANTAGES, **kwargs))
+    torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)
+    assert not out.logps.requires_grad and out.metrics["tokens"] == mask.sum()
+    assert_same_gradients(gradients_of(model, out.loss), expected_grads)
+    # The last T labels alone, in whose shape the rest then comes.
+    last = {"old_logps": old[:, -T:], "ref_logps": ref[:, -T:], "config": config}
+    summed = call(Objective(ADVANTAGES, **last), logits_to_keep=T)
+    assert summed.logps.shape == (3, T)
+    torch.testing.assert_close(summed.loss, out.loss)
+    # A mask of the caller's own, as of a tool's words.
+    spoken = torch.ones_like(mask)
+    spoken[:, -1] = False
+    masked = call(Objective(ADVANTAGES, mask=spoken, **kwargs)).loss
+    torch.testing.assert_close(masked, grpo_loss(logps, ADVANTAGES, mask & spoken, **kwargs).loss)
+
+
+def test_cross_entropy_beside_the_loss():
+    """On labels that the mask leaves out, such as what a tool answered."""
+    model = make_model("llama")
+    inputs, labels = batch_of()
+    logps, _, scored = expected(model, inputs, labels)
+    spoken = torch.ones_like(scored)
+    spoken[:, -1] = False
+    ce_weights = 0.1 * torch.rand(scored.shape, generator=torch.Generator().manual_seed(1))
+    ce_weights[:, :-2] = 0.0
+    ce_weights[~scored] = 0.0
+    loss = grpo_loss(logps, ADVANTAGES, scored & spoken).loss - (ce_weights * logps).sum()
+    expected_grads = gradients_of(model, loss)
+    _, call = with_head(model)
+    out = call(Objective(ADVANTAGES, mask=spoken, ce_weights=ce_weights))
+    torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)
+    assert torch.equal(out.mask, (scored & spoken) | (ce_weights != 0))
+    assert (out.logps[out.mask] != 0).all() and out.metrics["ce_tokens"] == (ce_weights != 0).sum()
+    assert_same_gradients(gradients_of(model, out.loss), expected_grads)
+    with pytest.raises(ValueError, match="targets: expected ids in"):
+        call(Objective(ADVANTAGES, ce_weights=torch.ones_like(ce_weights)))
+
+
+@pytest.mark.parametrize("loss_type", ("dapo", "grpo"))
+def test_a_trainer_of_transformers_accumulates(loss_type, tmp_path):
+    """The Trainer passes `num_items_in_batch` and does not divide by the accumulation steps."""
+    g = torch.Generator().manual_seed(0)
+    rows = [(torch.randint(5, 60, (7,), generator=g), (-1.0) ** i) for i in range(4)]
+
+    def batch(some):
+        ids = torch.stack([ids for ids, _ in some])
+        advantages = torch.tensor([a for _, a in some])
+        options = {"num_items": 4} if loss_type == "grpo" else {}
+        objective = Objective(advantages, config=GRPOLossConfig(loss_type=loss_type), **options)
+        return {"input_ids": ids, "labels": ids, "fused_head": objective}
+
+    model, _ = with_head(family_model("qwen2"))
+    model(**batch(rows)).loss.backward()
+    gradient = model.lm_head.weight.grad
+    assert gradient.norm() > 1e-3
+    for size in (4, 2):
+        model, _ = with_head(family_model("qwen2"))
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=size, gradient_accumulation_steps=4 // size,
+            max_steps=1, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant",
+            max_grad_norm=0.0, remove_unused_columns=False, use_cpu=True, report_to=[],
+            save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        before = model.lm_head.weight.detach().clone()
+        transformers.Trainer(model, arguments, batch, rows).train()
+        step = before - model.lm_head.weight.detach()
+        torch.testing.assert_close(step, gradient, rtol=1e-4, atol=1e-6)
+
+
+def merged(model):
+    model.merge_adapter()
+    return model
+
+
+# Models as they are when states are taken of them, and what then changes the head.
+STATES = {
+    "untied": lambda: family_model("qwen2"),
+    "tied": lambda: family_model("llama"),
+    "bias": lambda: family_model("phi"),
+    "LoRA": lambda: with_lora(family_model("qwen2"), **LORAS["head"]),
+    "merged LoRA": lambda: merged(with_lora(family_model("qwen2"), **LORAS["head"])),
+    "copied": lambda: with_lora(family_model("qwen2"), **LORAS["head_copied"]),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+@pytest.mark.parametrize("grad", (False, True))
+def test_states_are_of_the_model_as_it_was(case, grad):
+    """A step of a fused optimizer leaves no trace on a tensor's version."""
+    model, call = with_head(STATES[case]())
+    inputs, labels = batch_of()
+
+    def log_p():
+        with torch.no_grad():
+            return model(**inputs).logits[:, :-1].double().log_softmax(-1)
+
+    states, old = Objective(states=True), log_p()
+    with torch.set_grad_enabled(grad):
+        call(states)
+    if case == "merged LoRA":
+        model.unmerge_adapter()
+        with torch.no_grad():
+            model.base_model.model.lm_head.lora_B["default"].weight.mul_(2.0)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+        call().logps.sum().backward()
+        optimizer.step()
+    config = GRPOLossConfig(beta=0.5, kl_estimator="exact")
+    out = call(Objective(torch.ones(3), config=config, reference=states.reference))
+    new = log_p()
+    kl = (new.exp() * (new - old)).sum(-1)[labels[:, 1:] != -100].mean()
+    assert kl > 1e-3
+    torch.testing.assert_close(out.metrics["kl"].double(), kl, rtol=1e-4, atol=1e-6)
+    out.loss.backward()
+
+
+def test_a_frozen_head_is_not_copied():
+    model, call = with_head(family_model("qwen2").requires_grad_(False))
+    call(states := Objective(states=True))
+    assert states.reference.head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+
+
+@pytest.mark.parametrize("name", ("qwen2", "gpt2", "gemma2"))
+def test_a_config_that_asks_for_another_result(name):
+    model, call = with_head(family_model(name))
+    expected_logps = call().logps
+    model.config.return_dict, model.config.output_hidden_states = False, True
+    torch.testing.assert_close(call(past_key_values=None).logps, expected_logps)
+
+
+def test_labels_shifted_already():
+    _, call = with_head()
+    shifted = torch.nn.functional.pad(batch_of()[1][:, 1:], (0, 1), value=-100)
+    out = call(labels=None, shift_labels=shifted)
+    torch.testing.assert_close(out.logps[:, :-1], call().logps)
+
+
+def test_otherwise_the_model_is_as_it_was():
+    model = make_model("gemma2").eval()
+    inputs, labels = batch_of()
+    ids = inputs["input_ids"][:, :4]
+    before = model(**inputs, labels=labels)
+    words = model.generate(ids, max_new_tokens=6, do_sample=False)
+    signature = inspect.signature(model.forward)
+    attach_fused_head(model)
+    after = model(**inputs, labels=labels)
+    torch.testing.assert_close(after.logits, before.logits)
+    torch.testing.assert_close(after.loss, before.loss)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), words)
+    assert inspect.signature(model.forward) == signature
+    with pytest.raises(ValueError, match="model_kwargs"):
+        model.generate(ids, max_new_tokens=2, nonsense=True)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+    # The copy's head, not that of the model it was copied from.
+    flat = copied(**inputs, labels=labels, fused_head=True)
+    assert (flat.entropy[flat.mask] - math.log(V)).abs().max() < 1e-4
+    detach_fused_head(model)
+    assert "forward" not in vars(model)
+    assert not hasattr(model(**inputs, labels=labels), "logps")
+    attach_fused_head(model)
+
+
+def test_accelerate_leaves_it_alone():
+    """It unwraps a forward by `__wrapped__`."""
+    from accelerate.utils import extract_model_from_parallel
+
+    model, _ = with_head()
+    inputs, labels = batch_of()
+    for keep in (True, False):
+        unwrapped = extract_model_from_parallel(model, keep_fp32_wrapper=keep)
+        assert unwrapped(**inputs, labels=labels, fused_head=True).logps is not None
+
+
+def test_gradient_checkpointing():
+    model, call = with_head(make_model("llama").train())
+    expected_grads = gradients_of(model, call().logps.sum())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same_gradients(gradients_of(model, call().logps.sum()), expected_grads, 1e-5)
+
+
+def test_load_balancing_of_experts():
+    """The auxiliary loss is the model's, whether arguments come by name or by position."""
+    model = family_model("mixtral")
+    inputs, labels = batch_of()
+    plain = model(**inputs, labels=labels)
+    _, call = with_head(model)
+    by_name = call()
+    by_position = model(*inputs.values(), labels=labels, fused_head=True)
+    for out in (by_name, by_position):
+        torch.testing.assert_close(out.aux_loss, plain.aux_loss)
+        torch.testing.assert_close(out.logps, by_name.logps)
+        assert out.aux_loss.requires_grad
+
+
 def test_the_execution():
-    product, advantages = MagicMock(wraps=torch.mm), torch.tensor([1.0, -1.0, 0.5])
-    model, inputs, labels = with_head(execution=Execution(matmul=product))
-    out = model(**inputs, labels=labels, fused_head=Objective(advantages))
+    product = MagicMock(wraps=torch.mm)
+    _, call = with_head(execution=Execution(matmul=product))
+    loss = call(Objective(ADVANTAGES)).loss
     assert product.called
     product.reset_mock()
-    other = Objective(advantages, execution=Execution())
-    torch.testing.assert_close(model(**inputs, labels=labels, fused_head=other).loss, out.loss)
+    other = call(Objective(ADVANTAGES, execution=Execution())).loss
+    torch.testing.assert_close(other, loss)
     assert not product.called
 
 
 def test_bf16_with_a_float32_head():
-    model, inputs, labels = with_head(family_model("llama").bfloat16(), float32=True, check=False)
+    model, call = with_head(family_model("llama").bfloat16(), float32=True, check=False)
+    inputs, labels = batch_of()
     states = model.model(**inputs, use_cache=False).last_hidden_state[:, :-1].double()
     log_p = (states @ model.lm_head.weight.double().T).log_softmax(-1)
     mask = labels[:, 1:] != -100
     expected_logps = log_p.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0] * mask
-    out = model(**inputs, labels=labels, fused_head=True)
-    torch.testing.assert_close(out.logps.double(), expected_logps, rtol=1e-5, atol=1e-4)
-
-
-def test_a_body_by_another_name_than_the_model_says():
-    from transformers.models.mllama.modeling_mllama import MllamaForCausalLM, MllamaTextConfig
-
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    config = MllamaTextConfig(**COMMON, cross_attention_layers=[], rope_parameters=rope)
-    torch.manual_seed(0)
-    model = MllamaForCausalLM(config).float().eval()
-    assert model.base_model is model
-    check_scores(model)
+    torch.testing.assert_close(call().logps.double(), expected_logps, rtol=1e-5, atol=1e-4)
 
 
 def virtual_tokens(kind, model):
-    from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+    import peft
 
-    config = {"prompt": PromptTuningConfig, "prefix": PrefixTuningConfig}[kind]
-    return get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3))
-
-
-def encoder_and_decoder():
-    config = transformers.T5Config(
-        vocab_size=V, d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8
-    )
-    return transformers.T5ForConditionalGeneration(config)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(model, config)
 
 
 def adalora():
@@ -453,22 +422,6 @@ def kosmos():
     )
 
 
-def electra():
-    config = transformers.ElectraConfig(
-        vocab_size=V, embedding_size=16, hidden_size=32, num_hidden_layers=1,
-        num_attention_heads=2, intermediate_size=32, is_decoder=True,
-    )  # fmt: skip
-    return transformers.ElectraForCausalLM(config)
-
-
-def hooked(model):
-    def double(layer, args, output):
-        return 2 * output
-
-    model.lm_head.register_forward_hook(double)
-    return model
-
-
 def quantised():
     model = family_model("qwen2")
     weight = Quantised(model.lm_head.weight.detach())
@@ -476,20 +429,31 @@ def quantised():
     return model
 
 
+T5 = {"vocab_size": V, "d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+ELECTRA = {"vocab_size": V, "embedding_size": 16, "hidden_size": 32, "num_hidden_layers": 1,
+           "num_attention_heads": 2, "intermediate_size": 32, "is_decoder": True}  # fmt: skip
+DORA = {"target_modules": ["lm_head"], "use_dora": True}
 # id: (a model, options of `attach_fused_head`, the error)
 NOT_ATTACHED = {
     "twice": (lambda: with_head()[0], {}, "has a fused head already"),
     "no model": (lambda: torch.nn.Linear(2, 2), {}, "expected a model of transformers"),
-    "encoder": (encoder_and_decoder, {}, "expected a decoder-only model"),
-    **{kind: (lambda kind=kind: virtual_tokens(kind, family_model("llama")), {},
-              "virtual tokens before the prompt") for kind in ("prompt", "prefix")},
-    "dora": (lambda: with_lora(family_model("qwen2"), target_modules=["lm_head"], use_dora=True),
-             {}, "no variant such as DoRA"),
+    "encoder": (
+        lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)), {},
+        "expected a decoder-only model",
+    ),
+    **{
+        kind: (lambda kind=kind: virtual_tokens(kind, family_model("llama")), {},
+               "virtual tokens before the prompt")
+        for kind in ("PromptTuningConfig", "PrefixTuningConfig")
+    },
+    "dora": (lambda: with_lora(family_model("qwen2"), **DORA), {}, "no variant such as DoRA"),
     "adalora": (adalora, {}, r"no variant such as DoRA.; got .*adalora\.layer\.SVDLinear"),
     "body": (kosmos, {}, "layers are in one module .*; got Kosmos2_5ForConditionalGeneration"),
-    "head of a transform": (electra, {}, "those of ElectraForCausalLM differ by inf"),
+    "head of a transform": (
+        lambda: transformers.ElectraForCausalLM(transformers.ElectraConfig(**ELECTRA)), {},
+        "those of ElectraForCausalLM differ by inf",
+    ),
     "quantised": (quantised, {}, "got Linear with a Quantised: exclude the output layer"),
-    "hook": (lambda: hooked(family_model("qwen2")), {}, "double on the output layer does not work"),
     "temperature": (None, {"temperature": 0.0}, "temperature: expected a number > 0, .*; got 0.0"),
     "logits_dtype": (None, {"logits_dtype": "bf16"}, "logits_dtype: expected 'fp32' or 'model'"),
     "execution": (None, {"execution": "torch"}, "execution: expected an Execution; got 'torch'"),
@@ -507,30 +471,8 @@ def test_models_and_options_that_are_refused(case):
 def test_detached_from_nothing_or_under_a_wrapper():
     with pytest.raises(ValueError, match="has no fused head"):
         detach_fused_head(make_model("llama"))
-    model, *_ = with_head()
+    model, _ = with_head()
     inner = model.forward
     model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
     with pytest.raises(ValueError, match="wrapped after"):
         detach_fused_head(model)
-
-
-class Renamed(transformers.LlamaForCausalLM):
-    """A forward that calls the cache something else than any version of transformers."""
-
-    def forward(self, input_ids=None, memory=None, **kwargs):
-        return super().forward(input_ids, **kwargs)
-
-
-def test_a_cache_is_refused_by_any_name():
-    config = make_model("llama").config
-    model, (inputs, labels) = Renamed(config), batch_of()
-    attach_fused_head(model)
-    cache = transformers.DynamicCache(config=config)
-    with pytest.raises(ValueError, match="memory: a fused head takes no cache"):
-        model(**inputs, labels=labels, fused_head=True, memory=cache)
-
-
-def test_virtual_tokens_around_a_fused_head():
-    model, inputs, labels = with_head(family_model("llama"))
-    with pytest.raises(ValueError, match="inputs_embeds does not work with a fused head"):
-        virtual_tokens("prompt", model)(**inputs, labels=labels, fused_head=True)

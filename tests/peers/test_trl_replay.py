@@ -15,7 +15,7 @@ from trl.generation import vllm_generation
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
 from grpo_kernels.integrations.trl_replay import _check_source, _mask_supports
-from tests.helpers.masked_trainer import MaskedGRPOTrainer
+from tests.helpers.masked_trainer import MaskedGRPOTrainer, warpers_of
 from tests.helpers.model_families import LORAS
 from tests.helpers.trl_runs import TWICE, assert_same_run, trained
 
@@ -65,36 +65,6 @@ def test_patched(tmp_path):
         assert_same_run(trained(GRPOTrainer, tmp_path / "c", **options), expected)
 
 
-def test_the_first_ratio_is_one(tmp_path):
-    """For every row of every micro-batch, until the first update."""
-    differences = []
-
-    class Watched(FusedGRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            self.logps = result[0]
-            return result
-
-        def _compute_loss(self, model, inputs):
-            loss = super()._compute_loss(model, inputs)
-            difference = self.logps - inputs["old_per_token_logps"]
-            differences.append(float((difference * inputs["completion_mask"]).abs().max()))
-            return loss
-
-    trained(Watched, tmp_path, replay_support=True, **TOP_P, **FOUR)
-    first, later = differences[:2], differences[2:]
-    assert max(first) < 1e-5 < 1e-2 < max(later)
-
-
-# In vLLM's order: `min_p` comes before the others.
-WARPERS = (
-    ("temperature", transformers.TemperatureLogitsWarper, None),
-    ("min_p", transformers.MinPLogitsWarper, 0.0),
-    ("top_k", transformers.TopKLogitsWarper, 0),
-    ("top_p", transformers.TopPLogitsWarper, 1.0),
-)
-
-
 class FakeLLM:
     """An engine with vLLM's interface, as far as TRL uses one in its own process, as on a GPU.
 
@@ -106,48 +76,39 @@ class FakeLLM:
         if return_sampling_mask and logprobs_mode != "processed_logprobs":
             raise ValueError("sampling distribution replay requires 'processed_logprobs'")
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        self.masks, self.options = return_sampling_mask, options
+        self.masks = return_sampling_mask
         runner = SimpleNamespace(model_runner=SimpleNamespace(model=self))
-        executor = SimpleNamespace(driver_worker=runner)
-        self.llm_engine = SimpleNamespace(model_executor=executor)
+        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner))
         torch.manual_seed(seed)
 
     def load_weights(self, named):
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, value in named:
-                parameters[name].copy_(value)
+        _, unknown = self.model.load_state_dict(dict(named), strict=False)
+        assert not unknown
 
     def reset_prefix_cache(self):
         return True
 
     def generate(self, prompts, sampling_params, use_tqdm):
-        for name in ("temperature", "top_k"):
-            if self.masks and getattr(sampling_params, name) <= 0:
-                raise ValueError(f"sampling distribution replay requires {name} > 0")
+        if self.masks and min(sampling_params.temperature, sampling_params.top_k) <= 0:
+            raise ValueError("sampling distribution replay requires temperature and top_k > 0")
         return [self.request(prompt["prompt_token_ids"], sampling_params) for prompt in prompts]
 
     @torch.no_grad()
     def request(self, prompt, sampling):
-        ids, token_sets, logprobs = list(prompt), [], []
-        while len(token_sets) < sampling.max_tokens:
-            scores = self.model(torch.tensor([ids])).logits[:, -1].float()
-            for name, warper, off in WARPERS:
-                if getattr(sampling, name) != off:
-                    scores = warper(getattr(sampling, name))(None, scores)
+        warpers = warpers_of(SimpleNamespace(use_vllm=True, **vars(sampling)))
+        ids, token_sets, logprobs = [], [], []
+        while len(ids) < sampling.max_tokens and self.model.config.eos_token_id not in ids:
+            scores = self.model(torch.tensor([prompt + ids])).logits[:, -1].float()
+            for warper in warpers:
+                scores = warper(None, scores)
             log_p = scores.log_softmax(-1)[0]
             token = int(torch.multinomial(log_p.exp(), 1))
+            ids.append(token)
             token_sets.append((scores[0] > -torch.inf).nonzero()[:, 0].tolist())
             rank = int((log_p >= log_p[token]).sum())
             logprobs.append({token: SimpleNamespace(logprob=float(log_p[token]), rank=rank)})
-            ids.append(token)
-            if token == self.model.config.eos_token_id:
-                break
-        output = SimpleNamespace(
-            token_ids=ids[len(prompt) :],
-            logprobs=logprobs,
-            sampling_mask=SimpleNamespace(token_ids=token_sets) if self.masks else None,
-        )
+        mask = SimpleNamespace(token_ids=token_sets) if self.masks else None
+        output = SimpleNamespace(token_ids=ids, logprobs=logprobs, sampling_mask=mask)
         return SimpleNamespace(prompt_token_ids=prompt, outputs=[output])
 
 
@@ -184,19 +145,6 @@ def test_outputs_of_a_group_of_ranks():
 
 
 @pytest.mark.parametrize(
-    ("version", "options", "message"),
-    (
-        ("0.27.2", {}, r"vllm 0\.27\.2 does not work .*: install vllm 0\.28"),
-        ("0.28.0", {"top_k": 0, **TOP_P}, r"top_k=0 does not work .* vLLM.*: pass top_k > 0"),
-    ),
-)
-def test_what_vllm_cannot_replay_is_refused(version, options, message, vllm, tmp_path):
-    vllm.__version__ = version
-    with pytest.raises(ValueError, match=message):
-        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **VLLM | options)
-
-
-@pytest.mark.parametrize(
     ("name", "value"),
     (
         ("vllm_mode", "server"),
@@ -216,23 +164,28 @@ def test_supports_that_nobody_reports(name, value):
         _check_source(trainer)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    (
-        ({}, "replay_support=True has no effect without truncation: set top_p < 1"),
-        (
-            TOP_P | {"use_transformers_continuous_batching": True},
-            "use_transformers_continuous_batching=True does not work with replay_support=True",
-        ),
-        (TOP_P | {"repetition_penalty": 1.1}, "repetition_penalty=1.1 does not .*=1.0"),
-        (TOP_P | {"generation_kwargs": {"typical_p": 0.9}}, "typical_p=0.9 does not .*=1.0"),
-        (TOP_P | {"generation_kwargs": {"num_beams": 2}}, "num_beams=2 does not .*=1"),
-        (
-            TOP_P | {"generation_kwargs": {"temperature": 0.5}},
-            r"temperature=0.5 in generation_kwargs differs from GRPOConfig's, 1.0",
-        ),
-    ),
-)
-def test_what_is_refused(options, message, tmp_path):
+def by_generate(**options):
+    return {**TOP_P, "generation_kwargs": options}
+
+
+# (version of vLLM, options, the error)
+REFUSED = (
+    ("0.27.2", VLLM, r"vllm 0\.27\.2 does not work .*: install vllm 0\.28"),
+    ("0.28.0", VLLM | {"top_k": 0, **TOP_P}, "top_k=0 does not work .* vLLM.*: pass top_k > 0"),
+    ("", {}, "replay_support=True has no effect without truncation: set top_p < 1"),
+    ("", {"use_transformers_continuous_batching": True, **TOP_P},
+     "use_transformers_continuous_batching=True does not work with replay_support=True"),
+    ("", {"repetition_penalty": 1.1, **TOP_P}, "repetition_penalty=1.1 does not .*=1.0"),
+    ("", by_generate(typical_p=0.9), "typical_p=0.9 does not .*=1.0"),
+    ("", by_generate(num_beams=2), "num_beams=2 does not .*=1"),
+    ("", by_generate(temperature=0.5),
+     "temperature=0.5 in generation_kwargs differs from GRPOConfig's, 1.0"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("version", "options", "message"), REFUSED)
+def test_what_is_refused(version, options, message, request, tmp_path):
+    if version:
+        request.getfixturevalue("vllm").__version__ = version
     with pytest.raises(ValueError, match=message):
         trained(FusedGRPOTrainer, tmp_path, replay_support=True, **options)
