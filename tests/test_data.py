@@ -125,7 +125,7 @@ OWN = {"rewards": ["m:f", "format"]}
 
 
 def test_rows_of_any_types(tmp_path):
-    """As a function makes them, or without answers where nothing needs one."""
+    """A function may make them, without answers if nothing needs one."""
     config, day = config_of(), datetime(2020, 1, 31)
     assert data.problem_of({"answer": numpy.int64(8)}, config) == {"answer": "8"}
     for value in (12.0, True, [1, 2], {"a": 1}, Decimal("1.50"), day, day.date()):
@@ -286,7 +286,7 @@ OPENED = "<bos>[user]2 + 3?[end][assistant]"
 
 @pytest.mark.parametrize("around", ("$A", "<bos> $A", "$A <eos>", "<bos> $A <eos>"))
 def test_a_prompt_is_to_be_gone_on_from(around):
-    """Of tokenizers that put these around a text."""
+    """Some tokenizers put these around a text."""
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     ids = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]

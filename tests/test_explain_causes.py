@@ -91,7 +91,7 @@ class Step:
 
 
 class Planted(Step):
-    """What goes wrong in a step, each by a method; some return the tokens where."""
+    """Faults of a step, a method each; some return the tokens that have it."""
 
     def ratio(self):
         at = self.somewhere(6, positive=False)

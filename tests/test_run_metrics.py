@@ -21,7 +21,7 @@ class Alone:
     num_processes = 1
 
 
-def test_own_code_adds_a_metric_with_a_curve(make, monkeypatch):
+def test_own_code_adds_a_metric_with_a_curve(make, curves):
     """Only the step's completions count, though an evaluation calls the function, too."""
     letters = []
 
@@ -40,7 +40,7 @@ def test_own_code_adds_a_metric_with_a_curve(make, monkeypatch):
     for row, some in zip(rows_of(folder), of_steps, strict=True):
         assert row["letters"] == pytest.approx(sum(some) / 16) and row["longest"] == max(some)
     drawn = {}
-    monkeypatch.setattr(report, "_svg", lambda title, lines: drawn.update({title: lines}) or "")
+    curves.setattr(report, "_svg", lambda title, lines: drawn.update({title: lines}) or "")
     report.write(folder)
     assert drawn[chart].keys() == {"letters", "longest"}
     assert drawn[chart]["longest"] == [(i, max(some)) for i, some in enumerate(of_steps, 1)]

@@ -283,7 +283,7 @@ def test_answers_that_cannot_be_compared_are_refused(rewards, parts, options, me
 
 
 def test_problems_may_have_no_answer_or_any(make):
-    """Where nothing of the library's compares them."""
+    """Checked only where the library itself compares answers."""
     some = [*ODD[:1], {"prompt": "b", "answer": None}, *({"prompt": x} for x in "cde")]
     for name, parts, options in (("none", (some, ()), {}), ("any", (ODD * 2, ODD), OWN)):
         (row,) = rows_of(make(name=name, steps=1, problems=parts, **options).train())

@@ -347,7 +347,7 @@ def test_otherwise_the_model_is_as_it_was():
 
 
 def test_accelerate_leaves_it_alone():
-    """It unwraps a forward by `__wrapped__`."""
+    """Unwrapping a model follows `__wrapped__` of its forward."""
     from accelerate.utils import extract_model_from_parallel
 
     model, _ = with_head()

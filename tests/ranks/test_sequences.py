@@ -74,7 +74,7 @@ def joined(results, dim=1):
 
 
 def losses(cuts):
-    """This rank's result of every case: the whole loss, and its own part of the gradients."""
+    """Returns, for every case, the loss and this rank's part of the gradients."""
     columns = (slice(None), slice(*cuts[dist.get_rank() : dist.get_rank() + 2]))
     return [loss(part_of(batch_of(name), columns), name) for name in LOSSES]
 

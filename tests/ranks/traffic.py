@@ -1,4 +1,4 @@
-"""What the ranks send each other."""
+"""Records what the ranks send each other."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
