@@ -131,13 +131,13 @@ def test_rows_of_any_types(tmp_path):
     for value in (12.0, True, [1, 2], {"a": 1}, Decimal("1.50"), day, day.date()):
         for row in ({"prompt": "a", "answer": value}, {"question": value}, {"prompt": value}):
             if row != {"prompt": [1, 2]}:
-                message = "^dataset: .* is neither text nor a whole number: write it as text, or"
+                message = rf"^dataset: {[*row][-1]} is neither text nor a whole number: write it as"
                 with pytest.raises(ValueError, match=message):
                     data.problem_of(row, config)
     name = write(tmp_path / "a.jsonl", {"prompt": "a", "answer": None}, {"prompt": "b"})
     train = load_problems(config_of(dataset=name, **OWN, eval_size=0))[0]
     assert sorted(train, key=str) == [{"prompt": "a"}, {"prompt": "b"}]
-    with pytest.raises(ValueError, match=r"an answer, for an eval_size > 0; got .* in line 1 of"):
+    with pytest.raises(ValueError, match=r"a column answer for evaluation; got .* in line 1 of"):
         data.load_to_answer(config_of(**OWN), name)
 
 
@@ -153,18 +153,18 @@ def test_rows_of_any_types(tmp_path):
         ("a.jsonl", '["a"]', {}, "expected an object in line 1 of .*a.jsonl"),
         ("a.jsonl", '{"question": "\udcff", "answer": "b"}', {}, "expected JSON in line 1 of .*a."),
         ("a.jsonl", '{"question": null, "answer": "b"}', {},
-         r"expected problems with a question .* got \['answer'\] in line 1 of"),
+         r"expected a column question .* got \['answer'\] in line 1 of"),
         ("a.jsonl", '{"question": "a", "answer": null}', {},
-         r".*an answer, .* got \['prompt', 'question'\] in"),
-        ("a.jsonl", '{"text": "a"}', {}, r"expected problems with a question .* got \['text'\]"),
+         r".*a column answer .* got \['prompt', 'question'\] in"),
+        ("a.jsonl", '{"text": "a"}', {}, r"expected a column question .* got \['text'\]"),
         ("a.jsonl", "", {}, "expected at least one problem to train on; got none in .*a.jsonl"),
-        ("a.jsonl", '{"prompt": "b"}', {**OWN, "eval_size": 1}, ".*an answer, for an eval_size > "),
+        ("a.jsonl", '{"prompt": "b"}', {**OWN, "eval_size": 1}, ".*a column answer for evaluation"),
         ("a.jsonl", '{"prompt": "a", "rewards": "f"}\n{"prompt": "b", "rewards": ["answer"]}',
-         {"rewards": ["answer", "m:f"]}, ".*an answer, for the reward answer; got .* in line 2 of"),
+         {"rewards": ["answer", "m:f"]}, ".*answer for the reward answer; got .* in line 2 of"),
         ("a.jsonl", '{"prompt": "a", "answer": 1.5}', {}, ".*as it is; got 1.5 in line 1 of .*a"),
         ("a.parquet", {"prompt": "a", "answer": 1.5}, {}, ".*as it is; got 1.5 in row 1 of .*a[.]"),
         # What is missing is NaN to some.
-        ("a.parquet", {"prompt": "a", "answer": math.nan}, {}, r".*an answer, .*\['prompt'\] in r"),
+        ("a.parquet", {"prompt": "a", "answer": math.nan}, {}, r".*column answer .*\['prompt'\] in r"),
     ),
 )  # fmt: skip
 def test_what_is_no_dataset_is_refused(name, rows, options, message, tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_test_split_without_answers_is_in_the_way_of_no_run_that_does_not_ask_
     write(tmp_path / "test.jsonl", {"question": " 3"}, {"question": "new?", "answer": 0.5}, {})
     train, held_out = load_problems(config_of(dataset=str(tmp_path), eval_size=0))
     assert answers_of(train) == [0, 1, 2, 4, 5, 6, 7, 8, 9] and not held_out
-    with pytest.raises(ValueError, match=r"an answer, .*; got .* in row 1 of split test"):
+    with pytest.raises(ValueError, match=r"a column answer .*; got .* in row 1 of split test"):
         load_problems(config_of(dataset=str(tmp_path), eval_size=1))
 
 

@@ -74,6 +74,14 @@ def test_what_is_paid(function, text, right, paid):
     assert function(["q"], [text], **columns) == [pytest.approx(paid)]
 
 
+def test_each_completion_is_paid_for_itself():
+    texts = ["<think>", "<think>a</think><answer>12</answer>", "<answer>13</answer>"]
+    for function, paid in (
+        (rewards.format, [0.2, 0.8, 0.4]), (rewards.answer, [0.0, 2.0, 0.0]),
+    ):  # fmt: skip
+        assert function(["q"] * 3, texts, answer=["12"] * 3) == pytest.approx(paid)
+
+
 def test_recipes_have_the_prompt_and_the_rewards_of_the_tutorial():
     folder = Path(gsm8k_from_scratch.__file__).parent / "configs"
     recipes = sorted(folder.glob("from-scratch-1.5b*.yaml"))
@@ -219,9 +227,9 @@ def test_messages_are_answered_by_messages():
     ("prompt", "function", "message"),
     (
         ("a", lambda completions: [len(x[0]["content"]) for x in completions],
-         "TypeError: string indices .* have the form of their prompts, here text"),
+         "TypeError: string indices .*prompts and completions are text here"),
         (CHAT, lambda completions: [len(x.split()) for x in completions],
-         "AttributeError: .* have the form of their prompts, here lists of messages"),
+         "AttributeError: .*prompts and completions are lists of messages here"),
     ),
 )  # fmt: skip
 def test_a_function_that_takes_another_shape_is_told_the_rule(prompt, function, message):

@@ -163,6 +163,7 @@ def test_sets_that_lack_their_target_may_be_emptied(batch):
     for form in (batch.targets, batch.targets.tolist()):
         emptied = batch_support(rows, T, targets=form)
         assert [x.tolist() for x in emptied] == [x.tolist() for x in csr(expected)]
+        assert emptied.token_ids.dtype == torch.int32
     some = [csr(s) if s else None for s in ([[5]], [])]
     assert batch_support(some, 2, targets=[[5], []]).offsets.tolist() == [0, 1, 1, 1, 1]
     expect_equal(batch, emptied, {"config": config(), "old_logps": True})

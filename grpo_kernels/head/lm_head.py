@@ -139,7 +139,7 @@ class LMHead:
         if not isinstance(self.low_rank, (tuple, list)) or len(self.low_rank) != 2:
             raise TypeError(
                 "low_rank: expected a pair of tensors, lora_a_out and lora_b, or None; got "
-                f"{self.low_rank!r}"
+                f"{type(self.low_rank).__name__}"
             )
         a_out, b = (
             check_tensor(f"low_rank[{i}]", x, dtypes=FLOATS, device=device)
@@ -151,7 +151,8 @@ class LMHead:
             )
         if a_out.ndim < 1 or a_out.shape[-1] != b.shape[1]:
             raise ValueError(
-                f"low_rank[0]: expected shape [..., {b.shape[1]}]; got {list(a_out.shape)}"
+                f"low_rank[0]: expected hidden @ lora_a.T, of shape [..., {b.shape[1]}]; got "
+                f"{list(a_out.shape)}"
             )
 
     @staticmethod

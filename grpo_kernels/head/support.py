@@ -137,7 +137,7 @@ class KeptSets:
         checks.add(
             (counts > 0) & (target_counts == 0),
             "support: expected the target of every token in its set; got sets without it: pass "
-            "targets to batch_support, which empties them (an empty set is the whole vocabulary)",
+            "targets to batch_support, which scores these tokens over the whole vocabulary",
         )
         order = _id_order(torch.where(is_member & in_range, ids, V), tokens, V, checks)
         self._unfiltered: tuple[Tensor, ...] = (ids, tokens, is_member, order, target_offsets)

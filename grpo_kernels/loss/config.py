@@ -65,15 +65,15 @@ class GRPOLossConfig:
         delta: upper bound of the ratio before clipping (two-sided clipping), > 1; None: no bound.
         dual_clip: upper bound of loss / -A for tokens with A < 0, > 1 (3.0 in verl); None: no
             bound; set this or delta.
-        importance_sampling_level: token: one ratio per token; sequence: one ratio per sequence, the
-            exponential of its mean log-ratio (as in gspo).
+        importance_sampling_level: token (one ratio per token) or sequence (one ratio per sequence,
+            the exponential of its mean log-ratio, as in gspo).
         aggregation: average of the token losses, by the name of the loss type that introduced it
             (grpo, bnpo, dr_grpo, dapo, luspo); None: that of the loss type.
         max_completion_length: divisor of the dr_grpo aggregation; set it for that one only.
         kl_estimator: estimate of the KL from the sampled token (k1, abs, k2, k3; k1+ and k3+ have
             the gradient of k2), or exact: the KL over the whole vocabulary.
-        kl_clamp: largest KL estimate of a token (10 in verl, for k3), without a gradient beyond;
-            limits the log-ratio to [-20, 20], too; None: no bound.
+        kl_clamp: largest KL estimate of a token (10 in verl, for k3); beyond it the gradient is 0.
+            It also limits the log-ratio to [-20, 20]. None: no bound.
         use_bias_correction_kl: multiply the KL estimate by the ratio, gradient included, as TRL
             1.16 does and tutorials do not; no effect on the exact KL.
         entropy_coef: weight of the mean entropy, which is subtracted from the loss.
@@ -82,16 +82,16 @@ class GRPOLossConfig:
         entropy_threshold: lowest entropy of tokens to train on, in nats, instead of the batch's
             quantile; needs top_entropy_quantile below 1; None: the quantile.
         is_correction: importance weights for the mismatch of sampler and trainer: token_truncate,
-            sequence_truncate, geometric_truncate clip them to the bounds; token_mask,
-            sequence_mask, geometric_mask set them to 0 outside the bounds; none: off. The weight of
-            a sequence is the product or the geometric mean of its tokens' weights.
+            sequence_truncate, geometric_truncate clip them to the bounds (TIS); token_mask,
+            sequence_mask, geometric_mask set them to 0 outside the bounds (MIS); none: off. The
+            weight of a sequence is the product or the geometric mean of its tokens' weights.
         is_gate: quantity that is_clip_max bounds in a mask: ratio (the weight), or the divergence
             of sampler and trainer on {sampled token, rest}: binary_kl (nats) or tv (change of
             probability), summed over a sequence or averaged (geometric_mask).
         is_clip_max: upper bound of the quantity that is_gate names; None: no bound.
         is_clip_min: lower bound of the weight, with is_gate ratio only; None: no bound.
-        off_policy_threshold: drop sequences with negative advantage whose mean log-ratio of sampler
-            (or else old policy) to policy exceeds this; None: keep all.
+        off_policy_threshold: drop sequences with a negative advantage whose mean of log p_sampler -
+            log p_policy exceeds this (p_old if there is no p_sampler); None: keep all.
         sapo_temperature_pos: slope of sapo's gate where A > 0.
         sapo_temperature_neg: slope of sapo's gate where A <= 0.
         vespo_k_pos: exponent of vespo's weight where A >= 0.

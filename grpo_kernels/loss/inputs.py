@@ -50,8 +50,8 @@ def loss_inputs(
         )
     if config.needs_sequences and layout.sequences is None:
         raise ValueError(
-            f"loss_type={config.loss_type!r} with these options needs to know where sequences "
-            "begin in packed input [N]: pass cu_seqlens [B + 1]"
+            f"loss_type={config.loss_type!r} with these options works on sequences: with packed "
+            "input [N] pass cu_seqlens [B + 1]"
         )
     sequences = layout.sequences
     if mask is None:

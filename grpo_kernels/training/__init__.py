@@ -1,5 +1,10 @@
 """A lean GRPO loop: `Trainer(config, model, tokenizer, problems, held_out).train()`."""
 
+import warnings
+
+# `python -m grpo_kernels.training.evaluate` imports this package, and with it that module, first.
+warnings.filterwarnings("ignore", "'grpo_kernels.training.* found in sys.modules", RuntimeWarning)
+
 try:
     from .command_line import parse_config
     from .config import TrainingConfig

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+from argparse import Action
 from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from docstring_parser import parse_from_object
-from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser, set_loader
+from jsonargparse import (
+    ActionConfigFile,
+    ActionYesNo,
+    ArgumentParser,
+    DefaultHelpFormatter,
+    set_loader,
+)
 from ruamel.yaml import YAML, YAMLError
 
 from ..loss.config import GRPOLossConfig
@@ -23,6 +30,7 @@ _GROUPS = {
     "model": "Model", "dataset": "Data and rewards", "steps": "Sampling", "loss_type": "Loss",
     "epochs_per_rollout": "Updates", "output": "Logs and checkpoints",
 }  # fmt: skip
+_CLIPPING = ("epsilon", "epsilon_high", "delta")  # most losses have these
 _COMMAND, _SOME_LOSSES = "This command", "Options of some loss types only"
 # Options of other trainers, and what to do here.
 ELSEWHERE = {
@@ -35,6 +43,8 @@ ELSEWHERE = {
     "deepspeed": "Sharded weights are for TRL's trainer with this library's head "
     "(docs/integrations.md). On one GPU set lora_rank or gradient_checkpointing.",
     "eval_steps": "Set eval_every.",
+    "fsdp": "Sharded weights are for TRL's trainer with this library's head "
+    "(docs/integrations.md). On one GPU set lora_rank or gradient_checkpointing.",
     "generation_batch_size": "Set prompts_per_step: prompts, not completions.",
     "gradient_accumulation_steps": "Set prompts_per_step (batch) and micro_batch_size (what fits "
     "in memory); gradients are accumulated automatically.",
@@ -110,6 +120,14 @@ def parse_config(
         parser.error(str(error))
 
 
+class _Help(DefaultHelpFormatter):
+    """Help with defaults, without the types in Python's words."""
+
+    def _get_help_string(self, action: Action) -> str:
+        text = super()._get_help_string(action).replace("type: %(type)s, ", "")
+        return text if action.default != "" else text.replace(" (default: %(default)s)", "")
+
+
 class _Parser(ArgumentParser):
     """A parser that says, of a name it does not have, which one may be meant."""
 
@@ -120,6 +138,8 @@ class _Parser(ArgumentParser):
                 message = f"--{name} does not exist here. {ELSEWHERE[name]}"
             elif name not in known and (near := get_close_matches(name, known)):
                 message += f"\n--{name} does not exist: did you mean --{', --'.join(near)}?"
+        if re.search(r"unrecognized arguments: .*\b(true|false)\b", message, re.IGNORECASE):
+            message += "\nSwitches take no value: --chat turns one on, --no_chat off."
         super().error(message, ex)
 
 
@@ -127,7 +147,11 @@ def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentPar
     """The parser of all options, in groups; `defaults` go before those of `kind`."""
     set_loader("yaml_1.2", YAML(typ="safe", pure=True).load, (YAMLError,))
     usage = "%(prog)s [FILE.yaml] [--OPTION VALUE ...]"
-    parser = _Parser(usage=usage, parser_mode="yaml_1.2", allow_abbrev=False)
+    spec = sys.modules["__main__"].__spec__  # of `python -m`, None of a script
+    parser = _Parser(
+        prog=spec and f"python -m {spec.name.removesuffix('.__main__')}", usage=usage,
+        parser_mode="yaml_1.2", allow_abbrev=False, formatter_class=_Help,
+    )  # fmt: skip
     parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of options.")
     hints, titles, values = get_type_hints(kind), _titles(kind), defaults_of(kind) | defaults
     if unknown := sorted(set(values) - set(hints)):
@@ -160,7 +184,7 @@ def _titles(kind: type[TrainingConfig]) -> dict[str, str]:
     titles, title = dict[str, str](), ""
     for name in TrainingConfig.__annotations__:
         titles[name] = title = _GROUPS.get(name, title)
-    some_losses = set().union(*map(flat_fields, LOSS_TYPES))
+    some_losses = set().union(*map(flat_fields, LOSS_TYPES)) - set(_CLIPPING)
     for option in fields(GRPOLossConfig):
         titles.setdefault(option.name, _SOME_LOSSES if option.name in some_losses else "Loss")
     return {x.name: titles.get(x.name, _COMMAND) for x in fields(kind)}

@@ -61,7 +61,8 @@ class TrainingConfig(GRPOLossConfig):
     eval_dataset: str = ""
     """Separate dataset for evaluation, named like dataset; empty: hold out part of dataset."""
     eval_size: int = 64
-    """Largest number of held-out problems; 0: no evaluation (in training.evaluate: all)."""
+    """Largest number of held-out problems, evaluated before and after training; 0: no evaluation
+    (in training.evaluate: all)."""
     eval_max_completion_length: int | None = None
     """Largest number of tokens per completion in evaluations; None: max_completion_length."""
     eval_temperature: float = 0.0
@@ -185,8 +186,8 @@ class TrainingConfig(GRPOLossConfig):
                 raise TypeError(f"{name}: expected {expected}; got {value!r}") from error
         self._check_values()
         self.loss_config()
-        self._check_used()
         self._check_together()
+        self._check_used()
 
     @cached_property
     def loss(self) -> Loss:
@@ -381,7 +382,10 @@ def imported(option: str, name: str) -> Callable[..., Any]:
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{option}: expected module:function; got {name!r} ({error})") from error
+        hub = "; a dataset on the hub is OWNER/NAME[:CONFIG]" if option == "dataset" else ""
+        raise ValueError(
+            f"{option}: expected module:function; got {name!r} ({error}){hub}"
+        ) from error
     if not callable(function):
         raise ValueError(f"{option}: expected a function; got {name} = {function!r}")
     return function

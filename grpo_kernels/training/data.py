@@ -250,10 +250,11 @@ def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool)
     judged = "answer" in config.rewards and applies("answer", problem)
     if "prompt" in columns and ("answer" in columns or not (compared or judged)):
         return
-    why = ["the reward answer"] * judged + ["an eval_size > 0"] * compared
-    answer = f" and an answer, for {' and '.join(why)}" if why else ""
+    why = ["the reward answer"] * judged + ["evaluation"] * compared
+    answer = f", and a column answer for {' and '.join(why)}" if why else ""
     raise ValueError(
-        f"dataset: expected problems with a question (or prompt){answer}; got {columns} in {where}"
+        f"dataset: expected a column question (or prompt){answer}; got {columns} in {where}: "
+        "rename the columns, or set dataset to module:function, which returns the problems"
     )
 
 

@@ -106,7 +106,10 @@ def _with_adapters(model: nn.Module, config: TrainingConfig) -> nn.Module:
         r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0,
         target_modules=config.lora_target, task_type="CAUSAL_LM",
     )  # fmt: skip
-    return peft.get_peft_model(model, lora)
+    try:
+        return peft.get_peft_model(model, lora)
+    except ValueError as error:
+        raise ValueError(f"lora_target={config.lora_target!r}: {error}") from error
 
 
 def set_pad_token(tokenizer: Any, model: Any) -> None:

@@ -86,5 +86,8 @@ def short_enough(
     if empty:
         say(f"{empty} {left_out} have no token")
     if problems and not fitting:
-        raise ValueError(f"max_prompt_length={longest}: every prompt is longer, or empty")
+        raise ValueError(
+            f"max_prompt_length={longest}: every prompt is longer, or empty; the shortest has "
+            f"{min(lengths)} tokens"
+        )
     return fitting

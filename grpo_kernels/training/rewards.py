@@ -33,7 +33,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # Keywords that every reward function may name, beside the columns of problems.
 KEYWORDS = ("prompts", "completions", "completion_ids", "transcripts")
 # Errors of a function that takes texts for messages, or messages for texts.
-_SHAPE_ERRORS = (TypeError, KeyError, IndexError, AttributeError)
+_SHAPE_ERRORS = (TypeError, IndexError, AttributeError)
 
 
 def as_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
@@ -261,5 +261,5 @@ def _explained(what: str, prompt: Any = None) -> Iterator[None]:
         rule = ""
         if prompt is not None and isinstance(error, _SHAPE_ERRORS):
             kind = "text" if isinstance(prompt, str) else "lists of messages"
-            rule = f". Completions have the form of their prompts, here {kind}"
+            rule = f" (prompts and completions are {kind} here)"
         raise RewardError(f"{what}: {type(error).__name__}: {error}{rule}") from error

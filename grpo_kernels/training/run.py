@@ -158,6 +158,8 @@ class Run:
                 values = ", ".join(f"{name}={state['config'][name]!r}" for name in gone)
                 self.warn(f"options of the checkpoint that no longer exist are left out: {values}")
             self._restore(state)
+        elif config.resume and not self.step:
+            self.print_main(f"resume: no checkpoint in {config.folder}: begins at step 1")
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             known = self.step if path is not None or self.step else -1  # a run may go on in place

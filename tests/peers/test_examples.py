@@ -45,8 +45,13 @@ def test_runs(name, curves, tiny_model, tmp_path):
 
 # (flags, the folder's name, options)
 BY_DATASET = (
-    (["word_problems:all_levels"], "word_problems", {"rewards": ["answer"]}),
-    (["openai/gsm8k:main"], "gsm8k", {"stop": ["</answer>"]}),
+    (
+        ["word_problems:all_levels"], "word_problems",
+        {"rewards": ["answer"], "max_completion_length": 32},
+    ),
+    (
+        ["openai/gsm8k:main"], "gsm8k", {"stop": ["</answer>"], "max_completion_length": 128},
+    ),
     # Flags are checked beside the defaults that they go with: two weights, two rewards.
     (
         ["a.jsonl", "--reward_weights", "1", "0.5"], "gsm8k",

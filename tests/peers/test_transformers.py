@@ -304,6 +304,23 @@ def test_a_frozen_head_is_not_copied():
     assert states.reference.head.weight.data_ptr() == model.lm_head.weight.data_ptr()
 
 
+@pytest.mark.parametrize("kind", (int, float, torch.tensor))
+def test_the_parts_of_a_step_add_up(kind):
+    """Micro-batches' losses, divided by the Trainer's `num_items_in_batch`, sum to the batch's."""
+    model, call = with_head()
+    (inputs, labels), advantages = batch_of(), torch.tensor([1.0, -0.5, 0.7])
+    items = int((labels[:, 1:] != -100).sum())
+
+    def loss(rows, **kwargs):
+        ids = {name: x[rows] for name, x in inputs.items()}
+        return call(Objective(advantages[rows]), **ids, labels=labels[rows], **kwargs).loss
+
+    total = loss(slice(0, 3))
+    parts = [loss(rows, num_items_in_batch=kind(items)) for rows in (slice(0, 2), slice(2, 3))]
+    torch.testing.assert_close(sum(parts), total)
+    assert_same_gradients(gradients_of(model, sum(parts)), gradients_of(model, total))
+
+
 @pytest.mark.parametrize("name", ("qwen2", "gpt2", "gemma2"))
 def test_a_config_that_asks_for_another_result(name):
     model, call = with_head(family_model(name))

@@ -15,7 +15,15 @@ from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import grpo_kernels
-from grpo_kernels import Execution, LMHead, Support, VocabRanks, fused_grpo_loss, reference
+from grpo_kernels import (
+    Execution,
+    LMHead,
+    Support,
+    VocabRanks,
+    fused_grpo_loss,
+    linear_logprobs,
+    reference,
+)
 from grpo_kernels.explain import explain
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from tests import test_pairs as pairs
@@ -187,6 +195,15 @@ LOSS = {"call": "fused_grpo_loss"}
 BANNED = {"biased": (0, 300, 301), "added": -torch.inf, "softcap": 6.0}
 FLAT = {"lift": 60.0, "softcap": 12.0, "chunk_bytes": CHUNK}
 SETS = {"support": make_support(make_batch(), without=0.0), "targets": None, "entries": True}
+
+
+def several_of(batch):
+    """Three targets per token, one of them twice, none of them banned."""
+    ids = torch.stack([batch.targets, batch.targets * 7 % 1003, batch.targets], -1)
+    return torch.where(torch.isin(ids, torch.tensor(BANNED["biased"])), 777, ids)
+
+
+SEVERAL = {"targets": several_of(make_batch())}
 SCORES = {
     # Rank 0 has the first rows that it is given, but they are the last columns.
     "columns do not follow the ranks": {"starts": (703, 0)},
@@ -198,6 +215,8 @@ SCORES = {
     "flat, loss": {**FLAT, **LOSS},
     "flat, partial": {**FLAT, **PARTIAL},
     "sets, partial": {**SETS, **PARTIAL},
+    "banned, several": {**BANNED, **SEVERAL},
+    "flat, several, partial": {**FLAT, **SEVERAL, **PARTIAL},
     # All columns of the first rank, some of the second, are impossible, or nearly so.
     **{
         f"first columns {added}, {call}": {"biased": range(350), "added": added, "call": call}
@@ -236,10 +255,11 @@ def collectives(cuts, head):
     rows, batch = rows_of(cuts), make_batch()
     part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
     head = {**head, "ranks": VocabRanks(dist.group.WORLD)}
-    with Traffic() as traffic:
-        run_fused(
-            part, exact=False, head=head, execution=Execution(chunk_bytes=CHUNK), old_logps=True
-        )
+    for _ in range(2):  # the second call has nothing from the first
+        with Traffic() as traffic:
+            run_fused(
+                part, exact=False, head=head, execution=Execution(chunk_bytes=CHUNK), old_logps=True
+            )
     return Counter(name for name, _ in traffic.seen)
 
 
@@ -254,6 +274,24 @@ def test_collectives_per_chunk(ranks, head):
     # Two more gathers, of the columns and of the plan; and the targets that a bias bans.
     expected = {"allgatherbase": sum(chunks) + 2, "allreduce": chunks[0] + ("bias" in head)}
     assert ranks(collectives, UNEVEN, head) == [expected, expected]
+
+
+def sizes_in_errors(all_cuts):
+    """The vocabulary's size that each call finds, in one group."""
+    batch, found = make_batch(), []
+    targets = torch.where(batch.mask, batch.targets, 0)
+    targets[0, 0] = 2000  # in none of them
+    for cuts in all_cuts:
+        head = LMHead(batch.weight[rows_of(cuts)], ranks=VocabRanks(dist.group.WORLD))
+        with pytest.raises(ValueError, match="targets: expected ids in") as error:
+            linear_logprobs(batch.hidden, head, targets, batch.mask)
+        found.append(int(str(error.value).split("[0, ")[1].split(")")[0]))
+    return found
+
+
+def test_a_call_knows_nothing_of_the_cuts_of_the_one_before(ranks):
+    sizes = ranks(sizes_in_errors, [UNEVEN, (0, 300, 900), (0, 502, 1003)])
+    assert sizes == [[1003, 900, 1003]] * 2
 
 
 def own_tokens():
