@@ -164,7 +164,7 @@ def test_rows_of_any_types(tmp_path):
         ("a.jsonl", '{"prompt": "a", "answer": 1.5}', {}, ".*as it is; got 1.5 in line 1 of .*a"),
         ("a.parquet", {"prompt": "a", "answer": 1.5}, {}, ".*as it is; got 1.5 in row 1 of .*a[.]"),
         # What is missing is NaN to some.
-        ("a.parquet", {"prompt": "a", "answer": math.nan}, {}, r".*column answer .*\['prompt'\] in r"),
+        ("a.parquet", {"prompt": "a", "answer": math.nan}, {}, r".*answer .*\['prompt'\] in r"),
     ),
 )  # fmt: skip
 def test_what_is_no_dataset_is_refused(name, rows, options, message, tmp_path, monkeypatch):
