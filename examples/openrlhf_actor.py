@@ -1,6 +1,6 @@
 """Gives OpenRLHF's actor this library's log-probs and entropies, without packing.
 
-Import this file in each worker, before its actor is constructed.
+Import this file in the script that launches OpenRLHF: Ray sends its classes from there.
 """
 
 from typing import Any
