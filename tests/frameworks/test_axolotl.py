@@ -77,7 +77,7 @@ def test_options_reach_the_patch(fresh_manager, monkeypatch):
     ("changes", "message"),
     (
         ({"rl": "dpo"}, "rl: expected grpo with grpo_kernels; got 'dpo'"),
-        ({"trl": {**CONFIG["trl"], "use_liger_loss": True}}, "trl.use_liger_loss: expected false"),
+        ({"trl": {**CONFIG["trl"], "use_liger_loss": True}}, "trl.use_liger_loss: True does"),
         ({"trl": {**CONFIG["trl"], "async_prefetch": True}}, "trl.async_prefetch: True does"),
         ({"context_parallel_size": 2}, "context_parallel_size: 2 does not work"),
         ({"grpo_kernels": False, "grpo_kernels_options": {}}, None),
