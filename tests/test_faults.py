@@ -292,7 +292,7 @@ def test_a_run_is_not_replaced_and_not_mixed(make, capsys):
 
 
 @pytest.mark.parametrize("trained", ({"save_model": True}, {"steps": 1}), ids=str)
-def test_a_run_without_checkpoints_is_not_replaced(trained, make):
+def test_a_run_without_checkpoints_is_not_replaced(trained, make, capsys):
     folder = make(save_every=-1, **trained).train()
     before = sorted(folder.rglob("*"))
     with pytest.raises(FileExistsError, match=HAS_ONE):
@@ -304,6 +304,7 @@ def test_a_run_without_checkpoints_is_not_replaced(trained, make):
     else:  # it may have been killed before its first checkpoint
         make(save_every=-1, resume=True, **trained).train()
         assert len(rows_of(folder)) == 1
+        assert f"resume: no checkpoint in {folder}: begins at step 1" in capsys.readouterr().out
 
 
 CHANGED = "differ from the checkpoint's: "
