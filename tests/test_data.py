@@ -176,11 +176,17 @@ def test_what_is_no_dataset_is_refused(name, rows, options, message, tmp_path, m
     with pytest.raises(ValueError, match=f"^dataset: {message}"):
         load_problems(config_of(dataset=name, **{"eval_size": 0, **options}))
     if ":" in name:
-        with pytest.raises(ValueError, match=f"^rewards: {message}"):
+        with pytest.raises(ValueError, match=f"^rewards: {message}") as error:
             rewards.resolve_rewards([name])
+        assert "on the hub" not in str(error.value)
     if name == "":
         with pytest.raises(ValueError, match=f"^dataset: {message}"):
             data.load_to_answer(config_of(), name)
+
+
+def test_a_name_without_its_owner_is_taken_for_a_module():
+    with pytest.raises(ValueError, match=r"gsm8k.*; a dataset on the hub is OWNER/NAME"):
+        load_problems(config_of(dataset="gsm8k:main"))
 
 
 # Splits

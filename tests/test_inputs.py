@@ -105,6 +105,8 @@ WRONG_VALUES = (
     ("weight: expected a tensor on cpu; got one on meta",
      {"weight": torch.zeros(V, H, device="meta")}),
     (r"targets: expected shape \[2, 3\]; got \[2, 4\]", {"targets": torch.ones(B, T + 1).long()}),
+    (r"targets: expected shape \[2, 3\]; got \[2, 2\]: if these are the next tokens, drop the last",
+     {"targets": torch.ones(B, T - 1).long()}),
     (r"targets: expected ids in \[0, 7\) at unmasked positions; got ids .*\(6 of them\)",
      {"targets": torch.full((B, T), V)}),
     (r"targets: expected ids in \[0, 7\); got ids outside: mask .*\(6 of them\)",

@@ -170,6 +170,11 @@ def test_the_exact_kl_holds_the_policy_back(kind, other, make):
 # What is trained
 
 
+def test_adapters_of_no_module_are_refused(make):
+    with pytest.raises(ValueError, match=r"^lora_target='no_such': Target modules no_such"):
+        make(lora_rank=2, lora_target="no_such")
+
+
 @pytest.mark.parametrize("target", ({}, {"lora_target": r".*\.q_proj|lm_head"}), ids=str)
 def test_lora_trains_adapters_against_the_base(target, make):
     trainer = make(beta=0.1, lora_rank=2, steps=3, save_model=True, **target)

@@ -256,6 +256,7 @@ NO_SUCH = f"--batch_size does not exist here. {command_line.ELSEWHERE['batch_siz
         ("model: m", ["--kl_estimator=exact", "--beta=0.1", "--top_p=0.9"],
          ["--no_replay_support or another kl_estimator"]),
         ("model: m", ["--no_replay_suport"], ["did you mean --no_replay_support"]),
+        ("model: m", ["--chat", "true"], ["Switches take no value: --chat turns one on"]),
         # Names that people bring.
         ("model: m", ["--batch_size", "2"], [NO_SUCH]),
         ("model: m", ["--batch-size=2"], [NO_SUCH]),

@@ -131,7 +131,7 @@ def check_targets(targets: object, shape: Sequence[int], device: torch.device) -
     if isinstance(targets, Tensor) and list(targets.shape) == [*shape[:-1], shape[-1] - 1]:
         raise ValueError(
             f"targets: expected shape {list(shape)}; got {list(targets.shape)}: if these are the "
-            "next tokens, drop the last position of hidden"
+            "next tokens, drop the last position of hidden (or logits)"
         )
     targets = check_tensor("targets", targets, shape=shape, dtypes=INTEGERS, device=device)
     return flatten(targets.detach()).long()
