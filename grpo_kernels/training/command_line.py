@@ -32,6 +32,10 @@ _GROUPS = {
 }  # fmt: skip
 _CLIPPING = ("epsilon", "epsilon_high", "delta")  # most losses have these
 _COMMAND, _SOME_LOSSES = "This command", "Options of some loss types only"
+_SHARDED = (
+    "Sharded weights are for TRL's trainer with this library's head (docs/integrations.md). On one "
+    "GPU set lora_rank or gradient_checkpointing."
+)
 # Options of other trainers, and what to do here.
 ELSEWHERE = {
     "batch_size": "Set prompts_per_step: prompts, not completions, over all processes.",
@@ -40,11 +44,9 @@ ELSEWHERE = {
     "clip_range": "Set epsilon.",
     "cliprange": "Set epsilon.",
     "dataset_name": "Set dataset.",
-    "deepspeed": "Sharded weights are for TRL's trainer with this library's head "
-    "(docs/integrations.md). On one GPU set lora_rank or gradient_checkpointing.",
+    "deepspeed": _SHARDED,
     "eval_steps": "Set eval_every.",
-    "fsdp": "Sharded weights are for TRL's trainer with this library's head "
-    "(docs/integrations.md). On one GPU set lora_rank or gradient_checkpointing.",
+    "fsdp": _SHARDED,
     "generation_batch_size": "Set prompts_per_step: prompts, not completions.",
     "gradient_accumulation_steps": "Set prompts_per_step (batch) and micro_batch_size (what fits "
     "in memory); gradients are accumulated automatically.",

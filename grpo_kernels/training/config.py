@@ -382,10 +382,7 @@ def imported(option: str, name: str) -> Callable[..., Any]:
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        hub = "; a dataset on the hub is OWNER/NAME[:CONFIG]" if option == "dataset" else ""
-        raise ValueError(
-            f"{option}: expected module:function; got {name!r} ({error}){hub}"
-        ) from error
+        raise ValueError(f"{option}: expected module:function; got {name!r} ({error})") from error
     if not callable(function):
         raise ValueError(f"{option}: expected a function; got {name} = {function!r}")
     return function

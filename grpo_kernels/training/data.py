@@ -168,7 +168,11 @@ def _is_function(name: str) -> bool:
 
 
 def _from_function(name: str, config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
-    train, held_out = imported("dataset", name)(config)
+    try:
+        function = imported("dataset", name)
+    except ValueError as error:
+        raise ValueError(f"{error}; a dataset on the hub is OWNER/NAME[:CONFIG]") from error
+    train, held_out = function(config)
     for i, problem in enumerate(train):
         _check(problem, f"problem {i} to train on of {name}", config, False)
     for i, problem in enumerate(held_out[: config.eval_size]):
