@@ -274,10 +274,9 @@ def test_prompts_have_tokens_and_not_too_many():
         "2 of 5 problems are left out: their prompts have more than max_prompt_length = 3 tokens",
         "1 of 5 problems are left out: their prompts have no token",
     ]
-    for none in (("", "abcd"), ("", "")):
-        with pytest.raises(
-            ValueError, match=r"max_prompt_length=3: every prompt is longer, or empty"
-        ):
+    for none, least in ((("abcde", "abcd"), 4), (("", "abcd"), 0), (("", ""), 0)):
+        message = f"max_prompt_length=3: .* is longer, or empty; the shortest has {least} tokens"
+        with pytest.raises(ValueError, match=message):
             short(*none)
 
 

@@ -76,6 +76,8 @@ VALUES = {
     "ref_model='m' has no effect without beta": {"ref_model": "m"},
     "kl_estimator='exact' needs the full": {"beta": 0.1, "kl_estimator": "exact", "top_k": 5},
     "sync_ref_every=2 does not work with lora_rank": {**SYNCED, "lora_rank": 2},
+    # Before the advice to set beta, which leads nowhere.
+    "sync_ref_every=3 does not work with lora_rank": {"sync_ref_every": 3, "lora_rank": 2},
     "sync_ref_every=2 does not work with ref_model": {**SYNCED, "ref_model": "m"},
     "ref_mixup_alpha=0.5 has no effect without sync": {"beta": 0.1, "ref_mixup_alpha": 0.5},
     "entropy_coef=0.1 does not work": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
@@ -291,7 +293,8 @@ def test_options_of_elsewhere_are_none_of_ours():
 
 # Groups of `--help`, each with one of its options.
 GROUPS = {
-    "Model": "lora_rank", "Data and rewards": "rewards", "Sampling": "temperature", "Loss": "beta",
+    "Model": "lora_rank", "Data and rewards": "rewards", "Sampling": "temperature",
+    "Loss": "epsilon",
     "Updates": "learning_rate", "Logs and checkpoints": "save_every", "This command": "high",
     "Options of some loss types only": "sapo_temperature_pos",
 }  # fmt: skip
@@ -307,7 +310,7 @@ def test_every_option_is_explained_in_its_group(capsys):
     for text, (title, name) in zip(texts, GROUPS.items(), strict=True):
         assert f"--{name} " in text, title
     words = " ".join(printed.split())
-    assert "Weight of the KL to the reference policy" in words
+    assert "Weight of the KL to the reference policy" in words and "(type:" not in words
     # A name, its values, its text.
     option = r"--(\w+)(?: X(?:, --\w+\+ X)?| \[X \.\.\.\]| \{.*?\}|, --no_\w+) "
     _, *parts = re.split(option, words)
