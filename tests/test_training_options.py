@@ -322,6 +322,17 @@ def test_every_option_is_explained_in_its_group(capsys):
 # The command
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ("training", "training.evaluate"))
+def test_a_command_names_itself_and_does_not_warn(module):
+    command = f"python -m grpo_kernels.{module}"
+    done = subprocess.run(
+        [sys.executable, *command.split()[1:], "--modell", "m"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "RuntimeWarning" not in done.stderr
+    assert done.stderr.startswith(f"usage: {command} [FILE.yaml]")
+
+
 @pytest.mark.usefixtures("real_memory", "curves")
 def test_the_command_trains_from_a_file(tiny_model, tmp_path):
     options = trainer_runs.config_of(tiny_model, tmp_path, steps=1, rewards=["answer"]).as_json()
