@@ -36,8 +36,7 @@ from ..head.linear_logprobs import linear_logprobs
 from ..head.lm_head import LMHead, Support
 from ..loss.advantages import apply_is_weights
 from ..loss.config import GRPOLossConfig
-from .patching import Patch, check_version, is_ours
-from .reused import Reused
+from .patching import Patch, check_options, check_version, is_ours
 
 _NAME = "LigerFusedLinearGRPOLoss"
 # Liger refuses the sequence level with these.
@@ -133,7 +132,9 @@ class FusedLinearGRPOLoss(nn.Module):
         }
         options: dict[str, Any] = {name: arguments[name] for name in _USED.get(loss_type, _CLIP)}
         self.beta, self.use_ref_model = beta, use_ref_model
-        self.head_options = Reused(temperature, logits_dtype, execution)
+        check_options(execution, temperature=temperature, logits_dtype=logits_dtype)
+        self.temperature, self.logits_dtype = temperature, logits_dtype
+        self.execution = execution
         self.config = GRPOLossConfig(
             loss_type=loss_type,
             beta=beta if use_ref_model else 0.0,
@@ -232,7 +233,7 @@ class FusedLinearGRPOLoss(nn.Module):
             support=support,
             config=config,
             num_items=num_items,
-            execution=self.head_options.execution,
+            execution=self.execution,
         )
         clipped = self._clipped_share(out.logps, advantages, mask, old_per_token_logps)
         if not self.beta:
@@ -241,10 +242,7 @@ class FusedLinearGRPOLoss(nn.Module):
         return out.loss, (kl, clipped)
 
     def _head(self, weight: Tensor, bias: Tensor | None) -> LMHead:
-        options = self.head_options
-        return LMHead(
-            weight, bias, temperature=options.temperature, logits_dtype=options.logits_dtype
-        )
+        return LMHead(weight, bias, temperature=self.temperature, logits_dtype=self.logits_dtype)
 
     def _check_reference(
         self, logps: Tensor | None, hidden: Tensor | None, weight: Tensor | None
@@ -275,9 +273,8 @@ class FusedLinearGRPOLoss(nn.Module):
         mask: Tensor,
         support: Support | None,
     ) -> Tensor:
-        execution = self.head_options.execution
         return linear_logprobs(
-            hidden, head, targets, mask, support=support, execution=execution
+            hidden, head, targets, mask, support=support, execution=self.execution
         ).logps
 
     @torch.no_grad()
@@ -325,7 +322,7 @@ class patch_liger(Patch):
         logits_dtype: str = "fp32",
     ) -> None:
         check_version("liger-kernel", "0.6")
-        Reused(logits_dtype=logits_dtype, execution=execution)  # refuses now what would be later
+        check_options(execution, logits_dtype=logits_dtype)
         options: dict[str, Any] = {"execution": execution, "logits_dtype": logits_dtype}
 
         class Replacing(FusedLinearGRPOLoss):

@@ -1,4 +1,4 @@
-"""`Patch`: replaces names of a framework, and restores them."""
+"""`Patch`: replaces names of a framework, and restores them. Checks that come before a patch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from importlib import metadata
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from ..base.checks import version_numbers
+from ..head.execution import Execution, check_execution
+from ..head.lm_head import LMHead
 
 _MARK = "_of_grpo_kernels"
 # An owner (a module or a class), a name of its own, and what takes the name's place.
@@ -79,3 +83,17 @@ def check_version(package: str, oldest: str, before: str | None = None) -> None:
     ok = got != "none" and version_numbers(oldest) <= version_numbers(got)
     if not ok or (before and version_numbers(got) >= version_numbers(before)):
         raise ImportError(f"expected {requirement}; got {got}: pip install '{requirement}'")
+
+
+def check_options(execution: Execution, **of_head: Any) -> None:
+    """Checks options of later calls over heads now.
+
+    Args:
+        execution: how the calls are computed.
+        **of_head: further options of `LMHead`.
+
+    Raises:
+        TypeError, ValueError: naming the option, what was expected and what came.
+    """
+    LMHead(torch.zeros(1, 1, dtype=torch.float32), **of_head)
+    check_execution(execution)

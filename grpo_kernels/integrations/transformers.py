@@ -46,7 +46,7 @@ from .hf_head import (
     let_go_of_head,
     register_with_zero3,
 )
-from .reused import Reused
+from .patching import check_options
 
 if TYPE_CHECKING:
     from ..explain import Explanation
@@ -206,7 +206,8 @@ class _Attached:
     own_forward: Any  # the model's bound forward from before
     in_instance: bool  # own_forward was an attribute of the instance, not of the class
     float32: bool
-    options: Reused
+    options: dict[str, Any]  # of `Head.at`
+    execution: Execution
     argument_names: list[str]  # of own_forward, in order
     forward: Any = None  # the replacement
 
@@ -253,7 +254,8 @@ def attach_fused_head(
         ValueError: PEFT with virtual tokens, an encoder-decoder, a head attached already, or
             logits that are not such a linear layer.
     """
-    options = Reused(temperature, logits_dtype, execution)
+    options = {"temperature": temperature, "logits_dtype": logits_dtype}
+    check_options(execution, **options)
     if is_prompt_learning(model):
         raise ValueError(
             "model: expected adapters inside the layers (such as LoRA), or none; got PEFT's "
@@ -273,14 +275,18 @@ def attach_fused_head(
     head = head_of(model)
     if check and not is_sharded(head.weight):
         check_logits(model)
-    _replace_forward(model, keyword, float32, options)
+    _replace_forward(model, keyword, float32, options, execution)
 
 
-def _replace_forward(model: Any, keyword: str, float32: bool, options: Reused) -> None:
+def _replace_forward(
+    model: Any, keyword: str, float32: bool, options: dict[str, Any], execution: Execution
+) -> None:
     """Makes the model's forward hand calls with the keyword to `_fused_forward`."""
     signature = inspect.signature(type(model).forward)
     names = [*signature.parameters][1:]
-    attached = _Attached(model.forward, "forward" in vars(model), float32, options, names)
+    attached = _Attached(
+        model.forward, "forward" in vars(model), float32, options, execution, names
+    )
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = kwargs.pop(keyword, False)
@@ -348,19 +354,19 @@ def _fused_forward(
     device = head.weight.device
     hidden, targets = (x.to(device) for x in labels.align(outputs.last_hidden_state))
     precision: AbstractContextManager[Any] = nullcontext()
-    options = attached.options
     if attached.float32:
         hidden = hidden.float()
         precision = torch.autocast(device.type, enabled=False)
-    own_temperature = objective.temperature
-    temperature = options.temperature if own_temperature is None else _to(device, own_temperature)
+    options = dict(attached.options)
+    if objective.temperature is not None:
+        options["temperature"] = _to(device, objective.temperature)
     with precision:
-        lm_head = head.at(hidden, temperature=temperature, logits_dtype=options.logits_dtype)
+        lm_head = head.at(hidden, **options)
         if objective.states:
             objective.reference = Reference(hidden.detach(), kept_head(model, lm_head))
             out = FusedHeadOutput()
         else:
-            execution = objective.execution or options.execution
+            execution = objective.execution or attached.execution
             out = _score(hidden, lm_head, targets, objective, items, execution)
     if kwargs.get("output_router_logits"):
         out.aux_loss = _load_balancing_loss(config, outputs, kwargs.get("attention_mask"))

@@ -40,8 +40,7 @@ from ..head.execution import Execution
 from ..head.lm_head import Support
 from ..head.support import batch_support
 from .hf_head import head_of, is_prompt_learning
-from .patching import Patch, Replacement
-from .reused import Reused
+from .patching import Patch, Replacement, check_options
 from .trl_versions import (
     ASKS_FOR_LOGITS,
     DIVIDES_BY_BATCH,
@@ -183,7 +182,7 @@ class patch_trl(Patch):
 
 def _attaching(execution: Execution, logits_dtype: str) -> _Attach:
     """Returns what attaches the head to a trainer's models; checks the options now."""
-    Reused(logits_dtype=logits_dtype, execution=execution)
+    check_options(execution, logits_dtype=logits_dtype)
 
     def attach(model: Any, temperature: float, float32: bool) -> None:
         if float32 and head_of(model).adapters:

@@ -235,8 +235,8 @@ def test_who_constructs_ligers_class_has_ours():
             for place in places:
                 loss = place.LigerFusedLinearGRPOLoss(beta=0.0, loss_type="grpo", compiled=False)
                 assert isinstance(loss, FusedLinearGRPOLoss) and loss.config.loss_type == "grpo"
-                assert loss.head_options.execution.batch_invariant
-                assert loss.head_options.logits_dtype == "model"
+                assert loss.execution.batch_invariant
+                assert loss.logits_dtype == "model"
             with pytest.raises(
                 RuntimeError, match=r"patch_liger: .* patched already: call undo\(\)"
             ):
