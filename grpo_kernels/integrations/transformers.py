@@ -9,17 +9,19 @@
 The head and the loss run inside the model's own forward, so that wrappers (DDP, FSDP2, ZeRO-3,
 PEFT) gather weights and reduce gradients as they do for the model alone.
 
-A call goes through these functions, in this order: `attach_fused_head` replaces `model.forward` by
-one that hands calls with the keyword to `_fused_forward`; this runs the body of the model, picks
-the hidden states and labels to score (`Labels`), and calls the loss (`_score`).
+A call goes through these functions, in this order: `attach_fused_head` gives the model a class
+whose forward hands calls with the keyword to `_fused_forward`; this runs the body of the model,
+picks the hidden states and labels to score (`Labels`), and calls the loss (`_score`).
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,8 +65,8 @@ except ImportError as error:
     ) from error
 
 _DEFAULT = GRPOLossConfig()
-# The model's attribute that holds what detaching needs.
-_ATTRIBUTE = "_grpo_kernels_head"
+# The attribute of a model with a fused head, and the one of its class with the class before.
+_ATTRIBUTE, _WITHOUT = "_grpo_kernels_head", "_grpo_kernels_without_head"
 
 
 @dataclass
@@ -203,13 +205,18 @@ class Objective:
 class _Attached:
     """The state of a fused head, an attribute of its model."""
 
-    own_forward: Any  # the model's bound forward from before
-    in_instance: bool  # own_forward was an attribute of the instance, not of the class
+    keyword: str
     float32: bool
     options: dict[str, Any]  # of `Head.at`
     execution: Execution
-    argument_names: list[str]  # of own_forward, in order
-    forward: Any = None  # the replacement
+    own_forward: Any  # that of the instance from before; None: it had the class's
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        # Pickle restores a method by its name, which by now is that of the fused head.
+        own = self.own_forward
+        if hasattr(own, "__func__") and own.__func__ is type(own.__self__).forward:
+            self.own_forward = None
 
 
 def attach_fused_head(
@@ -275,31 +282,47 @@ def attach_fused_head(
     head = head_of(model)
     if check and not is_sharded(head.weight):
         check_logits(model)
-    _replace_forward(model, keyword, float32, options, execution)
+    own_forward = vars(model).pop("forward", None)
+    setattr(model, _ATTRIBUTE, _Attached(keyword, float32, options, execution, own_forward))
+    model.__class__ = _with_head(model.__class__)
 
 
-def _replace_forward(
-    model: Any, keyword: str, float32: bool, options: dict[str, Any], execution: Execution
-) -> None:
-    """Makes the model's forward hand calls with the keyword to `_fused_forward`."""
-    signature = inspect.signature(type(model).forward)
-    names = [*signature.parameters][1:]
-    attached = _Attached(
-        model.forward, "forward" in vars(model), float32, options, execution, names
-    )
+@functools.cache
+def _with_head(cls: Any) -> Any:
+    """Returns a subclass of a model's class, of its name, whose forward takes the keyword.
+
+    A class, because wrappers, copies of any kind and pickle look for a forward there.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = kwargs.pop(keyword, False)
-        if request is False:
-            return getattr(self, _ATTRIBUTE).own_forward(*args, **kwargs)
-        return _fused_forward(self, getattr(self, _ATTRIBUTE), request, args, kwargs)
+        attached = vars(self).get(_ATTRIBUTE)
+        if attached is None:  # detached under a wrapper that keeps the class
+            return cls.forward(self, *args, **kwargs)
+        request = kwargs.pop(attached.keyword, False)
+        if request is not False:
+            return _fused_forward(self, attached, request, args, kwargs)
+        return (attached.own_forward or partial(cls.forward, self))(*args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        reduced = cls.__reduce_ex__(self, max(protocol, 2))
+        # FSDP2's subclass of it has no pickle.
+        return (_new, (cls,), *reduced[2:]) if type(self) is fused else reduced
 
     # generate and Trainer read the signature. functools.wraps would also set __wrapped__, and
     # accelerate unwraps what it finds there.
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    forward.__doc__ = type(model).forward.__doc__
-    attached.forward = model.forward = types.MethodType(forward, model)
-    setattr(model, _ATTRIBUTE, attached)
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = cls.forward.__doc__
+    names = ("__module__", "__qualname__", "__doc__")
+    members = {name: getattr(cls, name) for name in names}
+    members |= {"forward": forward, "__reduce_ex__": reduce, _WITHOUT: cls}
+    fused = type(cls.__name__, (cls,), members)
+    return fused
+
+
+def _new(cls: Any) -> Any:
+    """Makes an empty model with a fused head, whose state a copy or pickle restores."""
+    fused = _with_head(cls)
+    return fused.__new__(fused)
 
 
 def detach_fused_head(model: Any) -> None:
@@ -309,19 +332,21 @@ def detach_fused_head(model: Any) -> None:
         ValueError: the model has no fused head, or its forward has been wrapped since.
     """
     model = base_model(model)
-    attached = getattr(model, _ATTRIBUTE, None)
-    if attached is None:
+    if not has_fused_head(model):
         raise ValueError("model: has no fused head to detach: call attach_fused_head(model) first")
-    if vars(model).get("forward") is not attached.forward:
+    own_forward = vars(model).get("forward")
+    if own_forward not in (None, types.MethodType(type(model).forward, model)):
         raise ValueError(
             "model: its forward was wrapped after attach_fused_head: unwrap it first "
             "(accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
         )
-    if attached.in_instance:
+    vars(model).pop("forward", None)
+    attached = vars(model).pop(_ATTRIBUTE)
+    if attached.own_forward is not None:
         model.forward = attached.own_forward
-    else:
-        del model.forward
-    delattr(model, _ATTRIBUTE)
+    # FSDP2 has made a subclass of it, which stays, and does as the model's own.
+    if _WITHOUT in vars(type(model)):
+        model.__class__ = vars(type(model))[_WITHOUT]
 
 
 def has_fused_head(model: Any) -> bool:
@@ -336,8 +361,9 @@ def _fused_forward(
     objective = Objective() if request is True else request
     if not isinstance(objective, Objective):
         raise TypeError(f"fused_head: expected True or an Objective; got {request!r}")
-    kwargs = dict(zip(attached.argument_names, args, strict=False)) | kwargs
-    check_arguments(model, kwargs, attached.argument_names)
+    names = [*inspect.signature(type(model).forward).parameters][1:]
+    kwargs = dict(zip(names, args, strict=False)) | kwargs
+    check_arguments(model, kwargs, names)
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)

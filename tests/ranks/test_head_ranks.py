@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from grpo_kernels import GRPOLossConfig, fused_grpo_loss
 from grpo_kernels.head.execution import Execution
-from grpo_kernels.integrations.transformers import Objective, attach_fused_head
+from grpo_kernels.integrations.transformers import Objective, attach_fused_head, detach_fused_head
 from tests.helpers.batches import relative_error
 from tests.helpers.model_families import LORAS, family_model, with_lora
 from tests.helpers.ranks import WORLD
@@ -100,6 +100,11 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             wrapper(**inputs, fused_head=True)
         assert hasattr(inner.get_output_embeddings().weight, "full_tensor"), "still gathered"
+    if "fsdp2" in kind:
+        detach_fused_head(model)
+        assert "logits" in wrapper(**inputs, fused_head=True)
+        attach_fused_head(model)
+        assert "logps" in wrapper(**inputs, fused_head=True)
     return gradients
 
 
