@@ -52,7 +52,7 @@ PACKAGES = (
     Package("accelerate", ">=1.10", "training"),
     Package("datasets", ">=3.0", "training"),
     Package("peft", ">=0.15", "LoRA"),
-    Package("trl", ">=1.8", "FusedGRPOTrainer, patch_trl"),
+    Package("trl", ">=1.15", "FusedGRPOTrainer, patch_trl"),
     Package("lightning", ">=2.4", "examples/lightning_grpo.py"),
     Package("deepspeed", "", "ZeRO-3"),
     Package("vllm", ">=0.28", "training with --rollout vllm, sampling in TRL's trainer"),

@@ -17,7 +17,7 @@ TESTED_VERSIONS = {
     "torch": "2.10 to 2.15",
     "transformers": "5.0 to 5.24",
     "peft": "0.15 to 0.21",
-    "trl": "1.8 to 1.16",
+    "trl": "1.15 to 1.16",
 }
 
 

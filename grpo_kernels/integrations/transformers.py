@@ -236,7 +236,8 @@ def attach_fused_head(
     `linear_logprobs` computes them. `fused_head=Objective(advantages, ...)` adds the loss of
     `fused_grpo_loss`. With `logits_to_keep=T` only the last T labels are scored and per-token
     shapes are `[B, T]`. `shift_labels` replaces `labels` if they are shifted already. Any other
-    call, `model.generate` included, works as before.
+    call, `model.generate` included, works as before. To attach again with the same keyword
+    replaces the options.
 
     Equivalent PyTorch:
 
@@ -258,8 +259,8 @@ def attach_fused_head(
 
     Raises:
         TypeError: the model is not one of transformers, or an option has another type.
-        ValueError: PEFT with virtual tokens, an encoder-decoder, a head attached already, or
-            logits that are not such a linear layer.
+        ValueError: PEFT with virtual tokens, an encoder-decoder, a head with another keyword,
+            or logits that are not such a linear layer.
     """
     options = {"temperature": temperature, "logits_dtype": logits_dtype}
     check_options(execution, **options)
@@ -275,13 +276,20 @@ def attach_fused_head(
             "model: expected a model of transformers, or PEFT around one; got "
             f"{type(model).__name__}"
         )
-    if hasattr(model, _ATTRIBUTE):
-        raise ValueError("model: has a fused head already: call detach_fused_head(model) first")
+    attached = vars(model).get(_ATTRIBUTE)
+    if attached is not None and attached.keyword != keyword:
+        raise ValueError(
+            f"model: has a fused head already, with keyword={attached.keyword!r}: call "
+            "detach_fused_head(model) first"
+        )
     if model.config.is_encoder_decoder:
         raise ValueError(f"model: expected a decoder-only model; got {type(model).__name__}")
     head = head_of(model)
     if check and not is_sharded(head.weight):
         check_logits(model)
+    if attached is not None:
+        attached.float32, attached.options, attached.execution = float32, options, execution
+        return
     own_forward = vars(model).pop("forward", None)
     setattr(model, _ATTRIBUTE, _Attached(keyword, float32, options, execution, own_forward))
     model.__class__ = _with_head(model.__class__)

@@ -72,26 +72,41 @@ def folder_of(family):
 
 # Options of `trained` for the trainer, not for its configuration.
 _TRAINER_OPTIONS = (
-    "peft_config", "execution", "logits_dtype", "replay_support", "loss", "exact_kl"
+    "peft_config", "execution", "logits_dtype", "replay_support", "loss", "exact_kl",
+    "skip_untrained", "sort_by_length", "zero_equal_groups",
 )  # fmt: skip
 
 
 def trained(
-    trainer_class, folder, *, family="qwen2", stored=None, injected=None, evaluate=False, **options
-):
+    trainer_class, folder, *, family="qwen2", stored=None, injected=None, scored=None,
+    completions=None, rewards=noise, calls=None, evaluate=False, **options,
+):  # fmt: skip
     """The rows that a run logged, the losses unrounded, and the weights it ends with.
 
-    The model is the one of the family, or that of the folder `stored`.
+    The model is the one of the family, or that of the folder `stored`. `injected` adds to a
+    micro-batch, `scored` to a generation batch; `completions` samples in the model's place;
+    `calls` gets the shape of each batch that goes through the model while it trains.
     """
     kwargs = {k: options.pop(k) for k in _TRAINER_OPTIONS if k in options}
     losses = []
 
     class Watched(trainer_class):
+        gradient_needs_advantage = getattr(trainer_class, "gradient_needs_advantage", True)
+
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            if completions is None:
+                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            return completions(prompt_ids), None
+
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return batch | (scored(batch) if scored else {})
+
         def _compute_loss(self, model, inputs):
-            use_vllm, more = self.use_vllm, injected(inputs) if injected else {}
-            self.use_vllm = use_vllm or "importance_sampling_ratio" in more
+            use_vllm, inputs = self.use_vllm, inputs | (injected(inputs) if injected else {})
+            self.use_vllm = use_vllm or "importance_sampling_ratio" in inputs
             try:
-                loss = super()._compute_loss(model, inputs | more)
+                loss = super()._compute_loss(model, inputs)
             finally:
                 self.use_vllm = use_vllm
             losses.append(loss.item())
@@ -107,9 +122,14 @@ def trained(
         kwargs["eval_dataset"] = prompts(4)
     torch.manual_seed(0)
     trainer = Watched(
-        model, reward_funcs=noise, args=arguments, train_dataset=prompts(),
+        model, reward_funcs=rewards, args=arguments, train_dataset=prompts(),
         processing_class=make_tokenizer(), **kwargs,
     )  # fmt: skip
+    if calls is not None:
+        layers = trainer.model.get_input_embeddings()
+        layers.register_forward_hook(
+            lambda layer, args, _: calls.append(tuple(args[0].shape)) if layer.training else None
+        )
     trainer.train()
     weights = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
     return losses, trainer.state.log_history, weights

@@ -444,7 +444,7 @@ ELECTRA = {"vocab_size": V, "embedding_size": 16, "hidden_size": 32, "num_hidden
 DORA = {"target_modules": ["lm_head"], "use_dora": True}
 # id: (a model, options of `attach_fused_head`, the error)
 NOT_ATTACHED = {
-    "twice": (lambda: with_head()[0], {}, "has a fused head already"),
+    "twice": (lambda: with_head()[0], {"keyword": "other"}, "has a fused head already"),
     "no model": (lambda: torch.nn.Linear(2, 2), {}, "expected a model of transformers"),
     "encoder": (
         lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)), {},

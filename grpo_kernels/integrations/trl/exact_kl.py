@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 from trl.trainer import grpo_trainer
 
-from ..head.lm_head import Reference
-from .private import trl_part
-from .transformers import Objective
-
-
-def uses_exact_kl(trainer: Any) -> bool:
-    """True if its KL is the exact one; not so in a trainer made before the patch."""
-    return getattr(trainer, "_exact_kl", False)
+from ...head.lm_head import Reference
+from ..private import trl_part
+from ..transformers import Objective
 
 
 def check(trainer: Any, token_local: bool, replay_support: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -11,21 +10,18 @@ import torch
 from torch import Tensor
 from trl import GRPOConfig
 
-from ..head.lm_head import Support
-from ..loss.advantages import apply_is_weights
-from ..loss.config import GRPOLossConfig
-from ..loss.losses import LOSSES, Loss, flat_fields
-from . import trl_exact_kl
-from .private import trl_part
-from .transformers import Objective
-from .trl_versions import DIVIDES_BY_BATCH
+from ...head.lm_head import Support
+from ...loss.advantages import apply_is_weights
+from ...loss.config import GRPOLossConfig
+from ...loss.losses import LOSSES, Loss, flat_fields
+from ..private import trl_part
+from ..transformers import Objective
+from .state import OwnLossType, State, options_of
 
 # How far TRL's loss and ours may differ; both are float32 sums over the same log-probs.
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-3, 1e-4
 # The first micro-batches whose loss is compared with TRL's, and then one in so many.
 _FIRST_CHECKS, _CHECK_EVERY = 20, 100
-# A loss that is no name.
-OwnLossType = Loss | Callable[[Any], Tensor]
 # Loss types that divide by the tokens of the whole optimizer step.
 _STEP_WIDE = ("dapo", "cispo", "vespo")
 _TOKEN_LOCAL = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", "dapo", "cispo")
@@ -42,24 +38,19 @@ OF_TRLS_LOSS = {
 }
 
 
-def check_own(trainer: Any, loss: object) -> None:
-    """Checks your own loss, and that no option of TRL's loss would be ignored.
+def check_own(trainer: Any) -> None:
+    """Checks that no option of TRL's loss would be ignored beside your own loss.
 
     Raises:
-        TypeError: the loss is a name.
         ValueError: an option of TRL's loss differs from its default.
     """
-    if isinstance(loss, str):
-        raise TypeError(
-            f"loss: expected a loss or a callable (for TRL's losses set loss_type); got {loss!r}"
-        )
     for name, expected in OF_TRLS_LOSS.items():
         if (value := getattr(trainer.args, name)) != expected:
             raise ValueError(
                 f"{name}={value!r} has no effect with your own loss: make it an option of that "
                 f"loss, and leave TRL's at {expected!r}"
             )
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+    if corrects_sampler(trainer):
         raise ValueError(
             "vllm_importance_sampling_correction=True does not work with your own loss, because it "
             "scales the advantage: pass vllm_importance_sampling_correction=False"
@@ -67,21 +58,24 @@ def check_own(trainer: Any, loss: object) -> None:
 
 
 def own_of(trainer: Any) -> OwnLossType | None:
-    """The user's own loss; None without, and in a trainer made before the patch."""
-    return getattr(trainer, "_own_loss", None)
+    """The user's own loss, if any."""
+    return options_of(trainer).loss
 
 
 def is_token_local(trainer: Any) -> bool:
     """True if the gradient of a token's log-prob in TRL's loss follows from that token alone."""
     loss_type = trainer.loss_type
-    if DIVIDES_BY_BATCH and loss_type in _STEP_WIDE and trl_part(trainer, "_entropy_bonus_enabled"):
-        return False
     return (
         loss_type in _TOKEN_LOCAL
         and trainer.importance_sampling_level == "token"
         and trainer.off_policy_mask_threshold is None
         and trainer.top_entropy_quantile == 1.0
     )
+
+
+def corrects_sampler(trainer: Any) -> bool:
+    """True if TRL weighs tokens by the ratio of the policy's probabilities to vLLM's."""
+    return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
 
 
 def divides_by_tokens(trainer: Any) -> bool:
@@ -92,6 +86,15 @@ def divides_by_tokens(trainer: Any) -> bool:
     return getattr(own, "aggregation", Loss.aggregation) == "dapo"
 
 
+def _now(trainer: Any, option: str) -> Any:
+    """The value of an option in this step: TRL reads the trainer where it has the option.
+
+    A callback may have changed it since the trainer was constructed.
+    """
+    name = "epsilon_low" if option == "epsilon" else option
+    return getattr(trainer, name, getattr(trainer.args, option))
+
+
 def config_of(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
     """Translates TRL's options; multiplies the entropy coefficient by `entropy_scale`."""
     args, own = trainer.args, own_of(trainer)
@@ -99,14 +102,12 @@ def config_of(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
         "loss_type": trainer.loss_type if own is None else own,
         "beta": trainer.beta,
         "use_bias_correction_kl": args.use_bias_correction_kl,
-        "kl_estimator": "exact" if trl_exact_kl.uses_exact_kl(trainer) else "k3",
+        "kl_estimator": "exact" if options_of(trainer).exact_kl else "k3",
     }
     aggregation = trainer.loss_type
     if own is None:
         used = flat_fields(trainer.loss_type).keys() & OF_TRLS_LOSS.keys()
-        options |= {name: getattr(args, name) for name in used}
-        if "epsilon_high" in used:
-            options["epsilon_high"] = trainer.epsilon_high  # epsilon, where there is none
+        options |= {name: _now(trainer, name) for name in used}
     else:
         aggregation = getattr(own, "aggregation", Loss.aggregation)
     if aggregation == "dr_grpo":
@@ -124,17 +125,21 @@ def accumulation_steps(trainer: Any) -> int:
 
 
 def objective_of(
-    trainer: Any, inputs: dict[str, Any], support: Support | None
+    trainer: Any, inputs: dict[str, Any], support: Support | None, share: float = 1.0
 ) -> tuple[Objective, float | Tensor]:
-    """Returns the objective that TRL computes from `inputs`, and the factor on its loss."""
+    """Returns the objective that TRL computes from `inputs`, and the factor on its loss.
+
+    `share` is the part that these rows are of what the loss divides by.
+    """
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
         mask = mask * inputs["tool_mask"]
     advantages = inputs["advantages"]
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+    # VESPO's weight of a sequence holds them, see `explain.py`.
+    if corrects_sampler(trainer) and trainer.loss_type != "vespo":
         advantages = apply_is_weights(advantages, inputs["importance_sampling_ratio"], mask)
     accumulation = accumulation_steps(trainer)
-    scale = 1 / max(1, accumulation)
+    scale = share / max(1, accumulation)
     num_items = None
     if divides_by_tokens(trainer):
         # TRL counts the tokens of a generation batch, which several optimizer steps may share. On
@@ -143,12 +148,12 @@ def objective_of(
             inputs["num_items_in_batch"], dtype=torch.float32, device=mask.device
         )
         tokens = tokens.clamp(min=1.0) / trainer.accelerator.num_processes
-        if accumulation and not DIVIDES_BY_BATCH:
+        if accumulation:
             tokens *= accumulation / trainer.args.steps_per_generation
         num_items, scale = tokens, 1.0
     # TRL divides the entropy bonus by the accumulation steps, whatever divides the rest.
     config = config_of(trainer, 1 / max(1, accumulation) / scale)
-    has_estimate = trainer.beta and not trl_exact_kl.uses_exact_kl(trainer)
+    has_estimate = trainer.beta and not options_of(trainer).exact_kl
     objective = Objective(
         advantages.float(),
         mask=mask,
@@ -161,10 +166,9 @@ def objective_of(
     return objective, scale
 
 
-def check_is_due(trainer: Any) -> bool:
+def check_is_due(state: State) -> bool:
     """True for the first micro-batches and then for some: to compare, the CPU waits for the GPU."""
-    seen = getattr(trainer, "_compared_micro_batches", 0)
-    trainer._compared_micro_batches = seen + 1
+    seen, state.compared = state.compared, state.compared + 1
     return bool(seen < _FIRST_CHECKS or seen % _CHECK_EVERY == 0)
 
 

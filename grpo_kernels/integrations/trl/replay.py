@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..head.lm_head import Support
-from .generation import SupportRecorder, support_of
-from .patching import Replacement
+from ...head.lm_head import Support
+from ..generation import SupportRecorder, support_of
+from ..patching import Replacement
 
 # The key of TRL's batch under which a list of supports travels, one per completion.
 KEY = "support"

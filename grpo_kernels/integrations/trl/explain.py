@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..base.outputs import GRPOLossOutput
-from ..explain import Explanation, explain, join
-from ..explain.steps import ExplainedSteps
-from .transformers import Objective
+from ...base.outputs import GRPOLossOutput
+from ...explain import Explanation, explain, join
+from ...explain.steps import ExplainedSteps
+from ..transformers import Objective
+from .state import state_of
 
 _INPUTS = (
-    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "sampling_per_token_logps"
+    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "sampling_per_token_logps",
+    "importance_sampling_ratio",
 )  # fmt: skip
+_NO_BOUND = torch.finfo(torch.float32).max
 
 
 class ExplainCallback(TrainerCallback):
@@ -44,7 +47,8 @@ class ExplainCallback(TrainerCallback):
         self, trainer: Any, *, folder: str | None = None, every: int = 0, factor: float = 5.0,
         most: int = 5,
     ) -> None:  # fmt: skip
-        if not hasattr(trainer, "_explainer"):
+        own = state_of(trainer)
+        if own is None:
             raise ValueError(
                 "trainer: expected a FusedGRPOTrainer, or one constructed under patch_trl; got "
                 f"{type(trainer).__name__}"
@@ -54,7 +58,7 @@ class ExplainCallback(TrainerCallback):
         )
         self.trainer, self.parts = trainer, list[tuple[Callable[[], Explanation], Any]]()
         self.groups: dict[str, int] = {}  # by the prompt
-        trainer._explainer = self
+        own.explainer = self
 
     def add(
         self, inputs: dict[str, Any], out: Any, loss: torch.Tensor, objective: Objective, scale: Any
@@ -89,11 +93,17 @@ class ExplainCallback(TrainerCallback):
         trainer, ids, options = self.trainer, inputs["completion_ids"], objective.loss_arguments
         assert objective.advantages is not None
         names = ("old_logps", "ref_logps", "num_items")
-        config, sampling = objective.config, inputs.get("sampling_per_token_logps")
+        sampling = inputs.get("sampling_per_token_logps")
         more = {
             "off_policy_threshold": trainer.off_policy_mask_threshold,
             "top_entropy_quantile": trainer.top_entropy_quantile,
         }
+        if trainer.loss_type == "vespo" and "importance_sampling_ratio" in inputs:
+            # The log-probs of a sampler that has TRL's weights, which are bounded already.
+            assert out.logps is not None
+            old_logps = options.get("old_logps", out.logps)
+            sampling = old_logps - inputs["importance_sampling_ratio"].log()
+            more |= {"is_correction": "token_truncate", "is_clip_max": _NO_BOUND}
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         rows = zip(inputs["prompt_ids"], inputs["prompt_mask"].bool(), strict=True)
         prompts = [tokenizer.decode(row[mask]) for row, mask in rows]
@@ -101,7 +111,7 @@ class ExplainCallback(TrainerCallback):
         ended = torch.isin(ids, ids.new_tensor(ends)) & inputs["completion_mask"].bool()
         return explain(
             out, ids, objective.advantages, objective.mask, sampling_logps=sampling,
-            config=replace(config, **more),
+            config=replace(objective.config, **more),
             groups=[self.groups.setdefault(x, len(self.groups)) for x in prompts],
             truncated=~ended.any(1), prompts=prompts, tokenizer=tokenizer,
             **{name: options[name] for name in names if name in options},

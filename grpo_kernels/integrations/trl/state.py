@@ -1,0 +1,87 @@
+"""`Options` of a trainer, and `State`, the one attribute that a trainer of TRL gets from us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ...base.checks import check_bool
+from ...head.execution import Execution
+from ...loss.losses import Loss
+from ..patching import check_options
+
+# A loss that is no name.
+OwnLossType = Loss | Callable[[Any], Tensor]
+_ATTRIBUTE = "_grpo_kernels"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments that `FusedGRPOTrainer` and `patch_trl` share, which the first describes."""
+
+    execution: Execution = Execution()  # noqa: RUF009 - frozen
+    logits_dtype: str = "fp32"
+    replay_support: bool = False
+    loss: OwnLossType | None = None
+    exact_kl: bool = False
+    skip_untrained: bool = False
+    sort_by_length: bool = False
+    zero_equal_groups: bool = True
+
+    def __post_init__(self) -> None:
+        check_options(self.execution, logits_dtype=self.logits_dtype)
+        for name in (
+            "replay_support", "exact_kl", "skip_untrained", "sort_by_length", "zero_equal_groups"
+        ):  # fmt: skip
+            check_bool(name, getattr(self, name))
+        if isinstance(self.loss, str):
+            raise TypeError(
+                "loss: expected a loss or a callable (for TRL's losses set loss_type); got "
+                f"{self.loss!r}"
+            )
+
+
+@dataclass
+class State:
+    """A trainer's options, and the objects that they ask for."""
+
+    options: Options
+    replay: Any = None  # a SupportReplay
+    dealer: Any = None  # a Dealer
+    explainer: Any = None  # an ExplainCallback
+    compared: int = 0  # micro-batches whose loss was, or could have been, compared with TRL's
+    took_part: bool = False  # in the loss of the present micro-batch
+
+    def check_took_part(self, trainer: Any) -> None:
+        """Raises ValueError for a trainer whose own loss has left options out."""
+        asked = [
+            name
+            for name in ("loss", "exact_kl", "skip_untrained", "sort_by_length")
+            if getattr(self.options, name) not in (None, False)
+        ]
+        asked += ["ExplainCallback"] if self.explainer is not None else []
+        if asked and not self.took_part:
+            kind = type(trainer).__name__
+            raise ValueError(
+                f"{', '.join(asked)}: no effect on {kind}, whose _compute_loss does not call "
+                f"GRPOTrainer's: leave {'it' if len(asked) == 1 else 'them'} out, or call "
+                "super()._compute_loss there"
+            )
+
+
+def state_of(trainer: Any) -> State | None:
+    """Returns what we keep of a trainer; None for one that was made before TRL was patched."""
+    return getattr(trainer, _ATTRIBUTE, None)
+
+
+def options_of(trainer: Any) -> Options:
+    """Returns the options of a trainer; the defaults for one made before TRL was patched."""
+    state = state_of(trainer)
+    return Options() if state is None else state.options
+
+
+def set_state(trainer: Any, state: State) -> None:
+    setattr(trainer, _ATTRIBUTE, state)

@@ -1,0 +1,280 @@
+"""`FusedGRPOTrainer` and `patch_trl`: the places where TRL's methods are wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import trl
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor
+from trl.trainer import grpo_trainer
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from ...head.execution import Execution
+from ..hf_head import head_of, is_prompt_learning
+from ..patching import Patch, Replacement
+from ..private import TESTED_VERSIONS, trl_part
+from ..transformers import attach_fused_head, has_fused_head
+from . import exact_kl
+from .deal import Dealer, zero_equal_groups
+from .loss import check_own, config_of, is_token_local
+from .micro_batch import KEYWORD, ModelCall, loss_of, plain_call
+from .replay import SupportReplay, masks_of_vllm
+from .state import Options, OwnLossType, State, set_state, state_of
+
+# TRL's method, which a wrapper calls in the end.
+_Own = Callable[..., Any]
+
+
+class FusedGRPOTrainer(GRPOTrainer):
+    """Trains like TRL's `GRPOTrainer` without computing logits; takes these further arguments.
+
+    Args:
+        args, kwargs: arguments of `trl.GRPOTrainer`.
+        execution: backend and memory of the head's calls.
+        logits_dtype: as in `LMHead`.
+        replay_support: record the ids that `top_p`, `top_k` and `min_p` kept for each sampled
+            token. Log-probs (policy, old policy, reference), entropy and loss are then those of the
+            truncated policy that sampled.
+        loss: your own loss instead of TRL's: an instance of a class of `grpo_kernels.loss.losses`,
+            or a callable (`docs/objectives.md`). `beta`, the entropy bonus and TRL's metrics still
+            apply; other options of TRL's loss (`loss_type`, `epsilon`) raise an error.
+        exact_kl: `beta` weights the KL over the full vocabulary, for which the reference's layers
+            run with each micro-batch. Logged as `kl_exact`; TRL's `kl` is still the estimate.
+        skip_untrained: completions whose advantage is 0 do not go through the model in updates.
+            Weights are the same up to rounding; entropy and clip ratios are logged for the others
+            alone. Includes `sort_by_length`, unless the loss is `bnpo`.
+        sort_by_length: exchange completions between the micro-batches of an optimizer step, the
+            longest first, and cut the padding of each micro-batch. Weights are the same up to
+            rounding.
+        zero_equal_groups: the advantages of a group whose rewards are all equal are exactly 0. In
+            TRL they are rounding errors, which an optimizer like AdamW turns into full steps.
+
+    Raises:
+        ValueError: PEFT with virtual tokens, a model whose logits are not a linear layer of its
+            last hidden states, or an option that does not work with TRL's, with the way out.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        execution: Execution = Execution(),  # noqa: B008 - frozen
+        logits_dtype: str = "fp32",
+        replay_support: bool = False,
+        loss: OwnLossType | None = None,
+        exact_kl: bool = False,
+        skip_untrained: bool = False,
+        sort_by_length: bool = False,
+        zero_equal_groups: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        options = Options(
+            execution=execution, logits_dtype=logits_dtype, replay_support=replay_support,
+            loss=loss, exact_kl=exact_kl, skip_untrained=skip_untrained,
+            sort_by_length=sort_by_length, zero_equal_groups=zero_equal_groups,
+        )  # fmt: skip
+        with Patch(_constructor_patches(options)):
+            super().__init__(*args, **kwargs)
+        _prepare(self, options)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _training_step(super().training_step, self, *args, **kwargs)
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        return _prepare_inputs(super()._prepare_inputs, self, generation_batch)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        return _generate(super()._generate_single_turn, self, *args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        return _score(super()._generate_and_score_completions, self, inputs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        return _compute_loss(super()._compute_loss, self, model, inputs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return _logps(super()._get_per_token_logps_and_entropies, self, *args, **kwargs)
+
+
+class patch_trl(Patch):
+    """Makes every `GRPOTrainer` that is constructed from now on work as a `FusedGRPOTrainer`.
+
+    Use it if other code constructs the trainer, or for a subclass of TRL's. Called as a function,
+    the patch lasts until `undo()`; as a context manager, until the end of the block:
+
+        with patch_trl():
+            trainer = GRPOTrainer(...)
+            trainer.train()
+
+    Trainers made before the patch, or trained after it, compute as TRL's do. A subclass with a
+    `_compute_loss` of its own takes options of the loss only if it calls TRL's.
+
+    Args:
+        execution, options: arguments of `FusedGRPOTrainer` that TRL's trainer does not have.
+
+    Raises:
+        RuntimeError: TRL is patched already.
+    """
+
+    def __init__(self, *, execution: Execution = Execution(), **options: Any) -> None:  # noqa: B008 - frozen
+        checked, init_of_trl = Options(execution=execution, **options), GRPOTrainer.__init__
+
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            init_of_trl(self, *args, **kwargs)
+            _prepare(self, checked)
+
+        def wrapped(name: str) -> Callable[..., Any]:
+            own = getattr(GRPOTrainer, name)
+
+            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return _WRAPPERS[name](partial(own, self), self, *args, **kwargs)
+
+            return method
+
+        super().__init__([
+            *_constructor_patches(checked),
+            (GRPOTrainer, "__init__", init),
+            *((GRPOTrainer, name, wrapped(name)) for name in _WRAPPERS),
+        ])  # fmt: skip
+
+
+def _constructor_patches(options: Options) -> list[Replacement]:
+    """Wraps what the constructor of TRL's trainer calls, so that it builds what ours needs."""
+
+    def add_fused_lm_head(
+        model: Any,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: tuple[str, ...] = ("log_probs",),
+    ) -> None:
+        unknown = sorted(set(outputs) - {"log_probs", "entropy"})
+        if unknown:
+            raise ValueError(f"outputs: expected log_probs, entropy; got {unknown[0]!r}")
+        _attach(model, options, temperature, cast_lm_head_to_fp32)
+
+    class NoLayer:
+        """A class without instances: TRL then finds no adapter on the head to refuse."""
+
+    for name in _WRAPPERS:
+        trl_part(GRPOTrainer, name)
+    trl_part(grpo_trainer, "add_fused_lm_head")
+    patches: list[Replacement] = [(grpo_trainer, "add_fused_lm_head", add_fused_lm_head)]
+    if hasattr(grpo_trainer, "BaseTunerLayer"):  # with PEFT
+        patches.append((grpo_trainer, "BaseTunerLayer", NoLayer))
+    return [*patches, *masks_of_vllm()] if options.replay_support else patches
+
+
+def _attach(model: Any, options: Options, temperature: float, float32: bool) -> None:
+    """Attaches the head to a model, which may have the one of an earlier trainer."""
+    if float32 and head_of(model).adapters:
+        raise ValueError(
+            "cast_lm_head_to_fp32=True does not work with an adapter on lm_head: TRL's cast "
+            "leaves the adapter out of sampling. Pass cast_lm_head_to_fp32=False"
+        )
+    attach_fused_head(
+        model,
+        temperature=temperature,
+        float32=float32,
+        keyword=KEYWORD,
+        logits_dtype=options.logits_dtype,
+        execution=options.execution,
+    )
+
+
+def _prepare(trainer: Any, options: Options) -> None:
+    """Checks a trainer that TRL has constructed, and gives it what it needs besides."""
+    if is_prompt_learning(trainer.model):
+        raise ValueError(
+            "peft_config: expected adapters inside the layers (such as LoRA); got "
+            f"{trainer.model.active_peft_config.peft_type.value}, which puts virtual tokens before "
+            "the prompt"
+        )
+    if not has_fused_head(extract_model_from_parallel(trainer.model)):
+        raise RuntimeError(
+            f"trl: expected {TESTED_VERSIONS['trl']}, whose GRPOTrainer calls add_fused_lm_head; "
+            f"got {trl.__version__}, which does not: use GRPOTrainer"
+        )
+    state = State(options)
+    set_state(trainer, state)
+    if options.exact_kl:
+        token_local = options.loss is not None or is_token_local(trainer)
+        exact_kl.check(trainer, token_local, options.replay_support)
+        if trainer.ref_model is not None:
+            # A head that requires grad would be copied for every reference.
+            trainer.ref_model.requires_grad_(False)
+    if options.loss is not None:
+        check_own(trainer)
+    if options.loss is not None or is_token_local(trainer):
+        config_of(trainer, 1)  # raises now what would be raised in the first step
+    if options.skip_untrained or options.sort_by_length:
+        state.dealer = Dealer(options.skip_untrained)
+        state.dealer.check(trainer)
+    if options.replay_support:
+        state.replay = SupportReplay(trainer)
+
+
+def _training_step(own: _Own, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    state = state_of(trainer)
+    if state is None:
+        return own(*args, **kwargs)
+    state.took_part = False
+    loss = own(*args, **kwargs)
+    state.check_took_part(trainer)
+    return loss
+
+
+def _prepare_inputs(own: _Own, trainer: Any, generation_batch: Any) -> Any:
+    state = state_of(trainer)
+    if state is None or state.dealer is None:
+        return own(generation_batch)
+    return state.dealer.next_micro_batch(own, trainer, generation_batch)
+
+
+def _generate(own: _Own, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    state = state_of(trainer)
+    if state is None or state.replay is None:
+        return own(*args, **kwargs)
+    return state.replay.generate(own, trainer, *args, **kwargs)
+
+
+def _score(own: _Own, trainer: Any, inputs: Any) -> Any:
+    state = state_of(trainer)
+    if state is None:
+        return own(inputs)
+    batch = own(inputs) if state.replay is None else state.replay.score(own, inputs)
+    return zero_equal_groups(trainer, batch) if state.options.zero_equal_groups else batch
+
+
+def _logps(
+    own: _Own, trainer: Any, model: Any, input_ids: Tensor, attention_mask: Tensor,
+    logits_to_keep: int, *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Calls TRL's method with a stand-in for the model, unless it got one from `_compute_loss`."""
+    if not isinstance(model, ModelCall):
+        state = state_of(trainer)
+        rows = state.replay.scored_rows() if state is not None and state.replay else None
+        model = plain_call(model, rows, logits_to_keep)
+    return own(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+
+
+def _compute_loss(own: _Own, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+    state = state_of(trainer)
+    # A class of ours under the patch is wrapped twice.
+    if state is None or isinstance(model, ModelCall):
+        return own(model, inputs)  # type: ignore[no-any-return]
+    state.took_part = True
+    if state.dealer is not None:
+        return state.dealer.loss(own, trainer, model, inputs)
+    return loss_of(own, trainer, model, inputs)
+
+
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "training_step": _training_step,
+    "_prepare_inputs": _prepare_inputs,
+    "_generate_single_turn": _generate,
+    "_generate_and_score_completions": _score,
+    "_compute_loss": _compute_loss,
+    "_get_per_token_logps_and_entropies": _logps,
+}
