@@ -38,7 +38,18 @@ OPTIONS = {
         "peft_config": LoraConfig(r=4, task_type="CAUSAL_LM"), "beta": 0.1,
         "loss_type": "grpo", "entropy_coef": 0.1, "num_iterations": 2,
     },
+    "skipped": {"loss_type": "grpo", "gradient_accumulation_steps": 4},
+    "skipped, whole processes": {"loss_type": "grpo"},
+    "skipped, two passes, twice": {
+        "loss_type": "vespo", "gradient_accumulation_steps": 2, "num_iterations": 2,
+    },
 }  # fmt: skip
+
+
+def for_some(prompts, completions, **_):
+    """Rewards that are equal for two prompts of three."""
+    numbers = [int(prompt.split()[0]) for prompt in prompts]
+    return [0.3 if number % 3 else x for number, x in zip(numbers, noise(completions), strict=True)]
 
 
 def environment_of(kind):
@@ -83,7 +94,7 @@ def set_up(kind):
 
 def train(kind, trainer_class, model, name, output):
     """Returns the losses, the log, and the weights afterwards, in the first process at least."""
-    options = dict(OPTIONS[name])
+    options, skips = dict(OPTIONS[name]), name.startswith("skipped")
     peft_config = options.pop("peft_config", None)
     set_up(kind)
     arguments = arguments_of(
@@ -95,20 +106,35 @@ def train(kind, trainer_class, model, name, output):
         config = arguments.deepspeed_plugin.deepspeed_config["zero_optimization"]
         config["stage3_param_persistence_threshold"] = 0
 
+    rows = []  # of the model's calls for losses
+
     class SameForAnyRanks(trainer_class):
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
             sampled, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             assert len(sampled) == len(prompt_ids) and all(sampled)
             return completions_of(prompt_ids, equal=name != "unequal ranks"), logps
 
+        gradient_needs_advantage = True
+
+        def _compute_loss(self, model, inputs):
+            layer = self.model.get_input_embeddings()
+            hook = layer.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
+            loss = super()._compute_loss(model, inputs)
+            hook.remove()
+            return loss
+
+    ours = {"skip_untrained": skips} if trainer_class is FusedGRPOTrainer else {}
     trainer = SameForAnyRanks(
         transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        reward_funcs=noise, args=arguments, train_dataset=prompts(),
-        processing_class=make_tokenizer(), peft_config=peft_config,
+        reward_funcs=for_some if skips else noise, args=arguments, train_dataset=prompts(),
+        processing_class=make_tokenizer(), peft_config=peft_config, **ours,
     )  # fmt: skip
     assert trainer.accelerator.distributed_type.value == KINDS[kind]
     assert trainer.accelerator.num_processes == (2 if kind else 1)
     trainer.train()
+    if skips and ours:
+        everywhere = trainer.accelerator.gather(torch.tensor([sum(rows)]))
+        assert 0 < everywhere.sum() < 0.7 * 8 * trainer._step
     weights = list(trainer.model.parameters())
     assert kind != "fsdp2" or all(hasattr(weight, "full_tensor") for weight in weights)
     assert kind != "zero3" or all(weight.numel() == 0 for weight in weights)
@@ -116,6 +142,8 @@ def train(kind, trainer_class, model, name, output):
     log = trainer.state.log_history
     # TRL logs the mean of the means of its processes and micro-batches.
     means = {"two passes": ("entropy",), "unequal ranks": ("entropy", "clip_ratio")}.get(name, ())
+    if skips:
+        means = ("entropy", "clip_ratio", "vespo")
     log = [{key: x for key, x in row.items() if not key.startswith(means)} for row in log]
     return [row["loss"] for row in log if "loss" in row], log, gathered
 
