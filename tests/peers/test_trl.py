@@ -22,12 +22,24 @@ from trl.trainer import grpo_trainer
 
 from grpo_kernels.head.execution import Execution
 from grpo_kernels.integrations.patching import is_ours
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, exact_kl, patch_trl
-from grpo_kernels.integrations.trl.loss import OF_TRLS_LOSS, check_is_due, check_own
+from grpo_kernels.integrations.transformers import attach_fused_head
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, exact_kl, micro_batch, patch_trl
+from grpo_kernels.integrations.trl.explain import ExplainCallback
+from grpo_kernels.integrations.trl.loss import OF_TRLS_LOSS, check_is_due, check_own, value_of
 from grpo_kernels.integrations.trl.state import Options, State
 from grpo_kernels.integrations.trl.versions import NEWEST, OLDEST, check_version
-from grpo_kernels.loss.losses import Clip
-from tests.helpers.trl_runs import TWICE, assert_same_run, assert_same_training, trained
+from grpo_kernels.loss.losses import LOSSES, Clip, flat_fields
+from tests.helpers.tiny_models import make_tokenizer
+from tests.helpers.trl_runs import (
+    TWICE,
+    arguments_of,
+    assert_same_run,
+    assert_same_training,
+    decided_model,
+    noise,
+    prompts,
+    trained,
+)
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 LORA = {kind: LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS[kind]) for kind in ("body", "head")}
@@ -438,3 +450,134 @@ sys.modules[{absent!r}] = None
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert bool(done.returncode) == (error is not None), done.stderr
     assert error is None or re.search(error, done.stderr)
+
+
+# Trainers that share a model, options that change, and losses of subclasses
+
+
+def stages(tmp_path, *kinds, **options):
+    """Trains one model by one trainer after another, each at half of the temperature before."""
+    rows, temperature = [], 1.0
+    model = decided_model("qwen2").float()
+    for i, kind in enumerate(kinds):
+        torch.manual_seed(0)
+        args = arguments_of(tmp_path / f"{i}", temperature=temperature, max_steps=1)
+        trainer = kind(
+            model, reward_funcs=noise, args=args, train_dataset=prompts(),
+            processing_class=make_tokenizer(), **options,
+        )  # fmt: skip
+        trainer.train()
+        rows += [row for row in trainer.state.log_history if "loss" in row]
+        temperature, model = temperature / 2, trainer.model
+        options = {}  # the adapters are there
+    return [(row["loss"], row["entropy"], row["grad_norm"]) for row in rows]
+
+
+@pytest.mark.parametrize("lora", (False, True))
+def test_trainers_of_one_model(lora, tmp_path):
+    """A curriculum: each has a head of its own temperature, whoever came before."""
+    options = {"peft_config": LORA["body"]} if lora else {}
+    expected = stages(tmp_path / "a", GRPOTrainer, GRPOTrainer, GRPOTrainer, **options)
+    for i, kinds in enumerate((
+        (FusedGRPOTrainer, FusedGRPOTrainer, FusedGRPOTrainer),
+        (GRPOTrainer, FusedGRPOTrainer, GRPOTrainer),
+        (FusedGRPOTrainer, GRPOTrainer, FusedGRPOTrainer),
+    )):  # fmt: skip
+        actual = stages(tmp_path / f"b{i}", *kinds, **options)
+        for row, expected_row in zip(actual, expected, strict=True):
+            assert row == pytest.approx(expected_row, rel=1e-4, abs=1e-5), kinds
+
+
+def test_a_users_own_head_is_not_replaced(tmp_path):
+    model = decided_model("qwen2")
+    attach_fused_head(model)
+    with pytest.raises(ValueError, match="has a fused head already: call detach_fused_head"):
+        FusedGRPOTrainer(model, reward_funcs=noise, args=arguments_of(tmp_path))
+
+
+# Options of TRL's loss that a callback may change, with other values.
+CHANGED = {
+    "epsilon_low": {"epsilon_low": 0.0}, "epsilon_high": {"epsilon_high": 0.0},
+    "importance_sampling_level": {"importance_sampling_level": "sequence"},
+    "top_entropy_quantile": {"top_entropy_quantile": 0.3}, "loss_type": {"loss_type": "dr_grpo"},
+    "args": {"delta": 1.001},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_options_are_those_of_the_step(name, tmp_path):
+    """Of the trainer where TRL reads them there, else of its arguments; not compared with TRL."""
+
+    def changed(kind):
+        class Changed(kind):
+            def _compute_loss(self, model, inputs):
+                owner = self.args if name == "args" else self
+                vars(owner).update(CHANGED[name])
+                return super()._compute_loss(model, inputs)
+
+        return Changed
+
+    options = {"loss_type": "grpo", "epsilon": 0.5, **TWICE}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(micro_batch, "check_is_due", lambda state: False)
+        actual = trained(changed(FusedGRPOTrainer), tmp_path / "mine", **options)
+    expected = trained(changed(GRPOTrainer), tmp_path / "theirs", **options)
+    assert_same_training(actual, expected)
+    unchanged = trained(GRPOTrainer, tmp_path / "unchanged", **options)
+    with pytest.raises(AssertionError):
+        assert_same_training(unchanged, expected)
+
+
+def test_every_option_is_read_where_trl_reads_it():
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    for option in set(OF_TRLS_LOSS) & set().union(*map(flat_fields, LOSSES)):
+        name = "epsilon_low" if option == "epsilon" else option
+        on_trainer = re.search(rf"self\.{name}\b", source) is not None
+        trainer = SimpleNamespace(args=SimpleNamespace(**{option: "args"}))
+        if on_trainer:
+            setattr(trainer, name, "trainer")
+        else:
+            assert re.search(rf"self\.args\.{name}\b", source) or option not in source, option
+        assert value_of(trainer, option) == ("trainer" if on_trainer else "args")
+
+
+class OwnLoss(GRPOTrainer):
+    """A trainer whose loss is not TRL's, as GMPO's is in TRL."""
+
+    def _compute_loss(self, model, inputs):
+        masks = (inputs["prompt_mask"], inputs["completion_mask"])
+        ids = (inputs["prompt_ids"], inputs["completion_ids"])
+        logps, _, _ = self._get_per_token_logps_and_entropies(
+            model, torch.cat(ids, 1), torch.cat(masks, 1), ids[1].shape[1]
+        )
+        return -(inputs["advantages"][:, None] * logps * masks[1]).mean()
+
+
+class OwnStep(OwnLoss):
+    def compute_loss(self, model, inputs, **kwargs):
+        return self._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize("kind", (OwnLoss, OwnStep))
+def test_options_of_the_loss_on_a_trainer_with_its_own(kind, tmp_path):
+    """Its head is ours; an option that would do nothing is an error before a weight moves."""
+    expected = trained(kind, tmp_path / "theirs")
+    with patch_trl():
+        assert_same_training(trained(kind, tmp_path / "mine"), expected)
+
+    class Explained(kind):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(ExplainCallback(self, every=1))
+
+    for trainer_class, options, message in (
+        (kind, {"loss": Clip()}, "loss: no effect on .*, whose _compute_loss does not call"),
+        (kind, {"exact_kl": True, "loss": Clip()}, "loss, exact_kl: no effect on"),
+        (kind, {"skip_untrained": True}, "skip_untrained: no effect on"),
+        (kind, {"sort_by_length": True}, "sort_by_length: no effect on"),
+        (Explained, {}, "ExplainCallback: no effect on"),
+    ):
+        trainer_class.gradient_needs_advantage = True
+        beta = {"beta": 0.1} if "exact_kl" in options else {}
+        with patch_trl(**options), pytest.raises(ValueError, match=message):
+            trained(trainer_class, tmp_path / "refused", **beta)

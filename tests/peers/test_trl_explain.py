@@ -17,6 +17,13 @@ class Explained(trl.FusedGRPOTrainer):
         self.add_callback(ExplainCallback(self, every=1))
 
 
+def weights_of_vllm(inputs):
+    """TRL's, of which one is 0 and padding's are 1."""
+    ids = inputs["completion_ids"]
+    weights = (ids % 7 + 1) / 5 * (ids % 11 > 0)
+    return {"importance_sampling_ratio": weights.masked_fill(inputs["completion_mask"] == 0, 1.0)}
+
+
 CASES = {
     "dapo": {},
     "grpo with a KL": {"loss_type": "grpo", "beta": 0.04, "delta": 1.5},
@@ -25,6 +32,11 @@ CASES = {
     "entropy bonus": {"entropy_coef": 0.1, "loss_type": "dr_grpo"},
     "exact KL": {"exact_kl": True, "beta": 0.1},
     "vespo": {"loss_type": "vespo"},
+    # Inside of VESPO's weight, beside the advantage of the others.
+    **{
+        f"{name}, sampler's correction": {"loss_type": name, "injected": weights_of_vllm}
+        for name in ("vespo", "grpo")
+    },
 }
 
 

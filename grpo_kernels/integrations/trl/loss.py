@@ -86,7 +86,7 @@ def divides_by_tokens(trainer: Any) -> bool:
     return getattr(own, "aggregation", Loss.aggregation) == "dapo"
 
 
-def _now(trainer: Any, option: str) -> Any:
+def value_of(trainer: Any, option: str) -> Any:
     """The value of an option in this step: TRL reads the trainer where it has the option.
 
     A callback may have changed it since the trainer was constructed.
@@ -107,7 +107,7 @@ def config_of(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
     aggregation = trainer.loss_type
     if own is None:
         used = flat_fields(trainer.loss_type).keys() & OF_TRLS_LOSS.keys()
-        options |= {name: _now(trainer, name) for name in used}
+        options |= {name: value_of(trainer, name) for name in used}
     else:
         aggregation = getattr(own, "aggregation", Loss.aggregation)
     if aggregation == "dr_grpo":
