@@ -455,13 +455,15 @@ sys.modules[{absent!r}] = None
 # Trainers that share a model, options that change, and losses of subclasses
 
 
-def stages(tmp_path, *kinds, **options):
+def stages(tmp_path, *kinds, bf16=False, **options):
     """Trains one model by one trainer after another, each at half of the temperature before."""
+    # Weights that stand still: where losses are rounded, later samples would be others.
+    more = {"bf16": True, "learning_rate": 0.0} if bf16 else {}
     rows, temperature = [], 1.0
     model = decided_model("qwen2").float()
     for i, kind in enumerate(kinds):
         torch.manual_seed(0)
-        args = arguments_of(tmp_path / f"{i}", temperature=temperature, max_steps=1)
+        args = arguments_of(tmp_path / f"{i}", temperature=temperature, max_steps=1, **more)
         trainer = kind(
             model, reward_funcs=noise, args=args, train_dataset=prompts(),
             processing_class=make_tokenizer(), **options,
@@ -473,26 +475,32 @@ def stages(tmp_path, *kinds, **options):
     return [(row["loss"], row["entropy"], row["grad_norm"]) for row in rows]
 
 
-@pytest.mark.parametrize("lora", (False, True))
-def test_trainers_of_one_model(lora, tmp_path):
+SHARED = {"lora": {"peft_config": LORA["body"]}, "wrapped by accelerate": {"bf16": True}, "": {}}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_trainers_of_one_model(case, tmp_path):
     """A curriculum: each has a head of its own temperature, whoever came before."""
-    options = {"peft_config": LORA["body"]} if lora else {}
+    options = SHARED[case]
     expected = stages(tmp_path / "a", GRPOTrainer, GRPOTrainer, GRPOTrainer, **options)
     for i, kinds in enumerate((
         (FusedGRPOTrainer, FusedGRPOTrainer, FusedGRPOTrainer),
         (GRPOTrainer, FusedGRPOTrainer, GRPOTrainer),
-        (FusedGRPOTrainer, GRPOTrainer, FusedGRPOTrainer),
     )):  # fmt: skip
         actual = stages(tmp_path / f"b{i}", *kinds, **options)
         for row, expected_row in zip(actual, expected, strict=True):
-            assert row == pytest.approx(expected_row, rel=1e-4, abs=1e-5), kinds
+            close = {"rel": 2e-2, "abs": 2e-2} if "bf16" in options else {"rel": 1e-4, "abs": 1e-5}
+            assert row == pytest.approx(expected_row, **close), kinds
+    with pytest.raises(ValueError, match="model: its forward was replaced after this trainer"):
+        stages(tmp_path / "c", FusedGRPOTrainer, GRPOTrainer, FusedGRPOTrainer, **options)
 
 
 def test_a_users_own_head_is_not_replaced(tmp_path):
     model = decided_model("qwen2")
     attach_fused_head(model)
-    with pytest.raises(ValueError, match="has a fused head already: call detach_fused_head"):
-        FusedGRPOTrainer(model, reward_funcs=noise, args=arguments_of(tmp_path))
+    args, tokenizer = arguments_of(tmp_path), make_tokenizer()
+    with pytest.raises(ValueError, match="has a fused head already, with keyword='fused_head'"):
+        FusedGRPOTrainer(model, noise, args, prompts(), processing_class=tokenizer)
 
 
 # Options of TRL's loss that a callback may change, with other values.
