@@ -247,6 +247,13 @@ def run_alone(run: Callable[..., T], *arguments: Any, limit_s: float = math.inf)
         pool.shutdown(cancel_futures=True)
 
 
+def trim_memory() -> None:
+    """Returns freed memory to the system (with glibc; no effect elsewhere)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 # The workload that this process has loaded, by its path.
 _held: dict[Path, Workload] = {}
 
@@ -281,9 +288,7 @@ def take_turn(name: str, path: Path, device: torch.device, backend: str) -> dict
         return time_step(loss_of(name, backend), w)
     finally:
         with_grad(w)
-        give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if give_back is not None:
-            give_back(0)  # the other processes need it
+        trim_memory()  # the other processes need it
 
 
 def time_step(loss: Loss, w: Workload) -> dict[str, Any]:

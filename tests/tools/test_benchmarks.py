@@ -187,3 +187,18 @@ def test_peak_memory_sees_what_comes_and_goes():
     if memory.extra_bytes is None:
         pytest.skip("this system does not tell")
     assert 195 << 20 < memory.extra_bytes < 210 << 20
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="needs the extra 'peers'")
+def test_updates_of_trl_are_timed_where_gradients_agree(tmp_path):
+    path = tmp_path / "updates.json"
+    options = ("--model", "tiny", "--equal", "50", "--rounds", "1", "--json", str(path))
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.trl_updates", *options], capture_output=True, text=True,
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0 and "WRONG" not in done.stdout, done.stderr
+    steps = {row["contender"]: row["steps"][0] for row in json.loads(path.read_text())["rows"]}
+    theirs, mine, ordered, skipped = (step["cells"] for step in steps.values())
+    assert theirs == mine > ordered > 1.5 * skipped
+    assert len({round(step["grad_norm"], 4) for step in steps.values()}) == 1
