@@ -29,6 +29,6 @@ class Reused:
 
     def __post_init__(self) -> None:
         # A head of any weight checks what goes with it.
-        weight = torch.zeros(1, 1, dtype=torch.float32)
+        weight = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
         LMHead(weight, temperature=self.temperature, logits_dtype=self.logits_dtype)
         check_execution(self.execution)
