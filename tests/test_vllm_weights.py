@@ -65,7 +65,7 @@ RENAMED = {
 
 
 def checkpoint_of(model, folder):
-    """What `save_pretrained` writes, by name."""
+    """The tensors that `save_pretrained` writes, by name."""
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 
