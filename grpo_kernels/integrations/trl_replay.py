@@ -168,8 +168,8 @@ def _check_source(trainer: Any) -> None:
     if trainer.use_vllm and trainer.vllm_mode != "colocate":
         raise ValueError(
             f"vllm_mode={trainer.vllm_mode!r} does not work with replay_support=True, as TRL's "
-            "VLLMClient.generate returns ids and log-probs of the server's answer and drops its "
-            "sampling_mask: pass vllm_mode='colocate'"
+            "VLLMClient takes ids and log-probs from the server and no sampling_mask: pass "
+            "vllm_mode='colocate'"
         )
     refused = {
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
