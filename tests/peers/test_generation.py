@@ -94,7 +94,9 @@ OWN = {
     "sequence_bias": {"sequence_bias": [[[token], 9.0] for token in range(3, 9)]},
     "exponential_decay": {"exponential_decay_length_penalty": (0, 9.0), "eos_token_id": 1},
     # Words that another processor forbids would be possible again.
-    "remove_invalid_values": {"remove_invalid_values": True, "suppress_tokens": [*range(240)]},
+    "remove_invalid_values": {
+        "remove_invalid_values": True, "bad_words_ids": [[token] for token in range(240)]
+    },
     "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=30.0)},
 }  # fmt: skip
 
@@ -103,14 +105,14 @@ OWN = {
 def test_generate_samples_from_what_is_recorded(own):
     """Whatever the model's own defaults are."""
     model, recorder = flat_model(), SupportRecorder(top_k=30)
-    kept = {k: x for k, x in OWN[own].items() if k in ("eos_token_id", "suppress_tokens")}
+    kept = {k: x for k, x in OWN[own].items() if k in ("eos_token_id", "bad_words_ids")}
     model.generation_config.update(top_k=30, do_sample=True, pad_token_id=0, **kept)
     expected = sample(model)
     model.generation_config.update(**OWN[own])
     assert own in ("remove_invalid_values", "sampling") or not torch.equal(sample(model), expected)
     ids = sample(model, logits_processor=[recorder], **recorder.generate_options(model))
     assert torch.equal(ids, expected)
-    size = 257 - 240 if "suppress_tokens" in kept else 30
+    size = 257 - 240 if "bad_words_ids" in kept else 30
     assert all(len(ids) == size * 2 for ids, _ in recorder.supports([2, 2, 2]))
 
 
