@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.integrations.vllm import names_and_weights, names_of
-from tests.helpers.tiny_models import make_model
+from tests.helpers.model_families import COMMON, family_model, llava
+from tests.helpers.tiny_models import make_model, random_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -41,16 +42,116 @@ def shake(model, seed=0, name=".default"):
             parameter.mul_(1.3)
 
 
+DEEPSEEK = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+# id: (a model, a tensor of its checkpoint that has another name or other parts in the model)
+RENAMED = {
+    "qwen3_moe": (lambda: family_model("qwen3_moe"), "model.layers.1.mlp.experts.3.up_proj.weight"),
+    "mixtral": (
+        lambda: family_model("mixtral"), "model.layers.0.block_sparse_moe.experts.2.w1.weight"
+    ),
+    "granitemoe": (lambda: family_model("granitemoe"), None),  # renamed by some transformers
+    # With a buffer that a checkpoint has, too.
+    "deepseek_v3": (
+        lambda: random_model("DeepseekV3Config", COMMON | DEEPSEEK, 4.0),
+        "model.layers.1.mlp.experts.0.gate_proj.weight",
+    ),
+    "gpt_neox": (lambda: family_model("gpt_neox"), None),
+    "llava": (llava, "language_model.model.embed_tokens.weight"),
+}  # fmt: skip
+
+
+def checkpoint_of(model, folder):
+    """The tensors that `save_pretrained` writes, by name."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(weights, expected):
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert weights[name].dtype == weight.dtype and torch.equal(weights[name], weight), name
+
+
 @pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
 @pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3"))
 def test_names_are_those_of_a_checkpoint(family, tied, tmp_path):
     model = make_model(family, tie_word_embeddings=tied)
-    model.save_pretrained(tmp_path)
-    expected = load_file(tmp_path / "model.safetensors")
     weights = sent(model)
-    assert weights.keys() == expected.keys()
+    assert_same_weights(weights, checkpoint_of(model, tmp_path))
     assert ("lm_head.weight" in weights) is not tied
-    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("case", RENAMED)
+def test_names_that_a_checkpoint_has_and_the_model_has_not(case, tmp_path):
+    make, name = RENAMED[case]
+    model = make().to(torch.bfloat16)
+    weights, expected = sent(model), checkpoint_of(model, tmp_path)
+    assert_same_weights(weights, expected)
+    assert name is None or (name in weights and name not in model.state_dict())
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert_same_weights(sent(loaded), checkpoint_of(loaded, tmp_path / "again"))
+
+
+def test_experts_are_copied_a_layer_at_a_time(monkeypatch):
+    calls, own = [], extension.checkpoint_weights
+
+    def noted(base, tensors):
+        calls.append({name.split(".experts.")[0] for name in tensors if ".experts." in name})
+        assert next(iter(tensors.values())).is_meta or len(calls[-1]) < 2
+        return own(base, tensors)
+
+    monkeypatch.setattr(extension, "checkpoint_weights", noted)
+    weights = names_and_weights(family_model("qwen3_moe"))
+    first = next(name for name, _ in weights if ".experts." in name)
+    count = len(calls)
+    assert first.startswith("model.layers.0.") and calls[-1] == {"model.layers.0.mlp"}
+    assert sum(".experts." in name for name, _ in weights) == 23
+    assert calls[count:] == [{"model.layers.1.mlp"}]
+
+
+def test_adapters_beside_fused_experts(tmp_path):
+    model = adapted(family_model("qwen3_moe"), target_modules=["q_proj", "o_proj"])
+    weights = sent(model)
+    expected = checkpoint_of(model.merge_and_unload(), tmp_path)
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_adapters_on_fused_experts_are_refused():
+    parameters = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    if "target_parameters" not in LoraConfig.__dataclass_fields__:
+        pytest.skip("PEFT has no such option")
+    model = get_peft_model(family_model("qwen3_moe"), LoraConfig(**parameters))
+    with pytest.raises(ValueError, match=r"model: expected plain LoRA.*; got .*ParamWrapper in "):
+        list(names_and_weights(model))
+
+
+def test_layers_that_a_checkpoint_joins_are_turned_together(monkeypatch):
+    def joined(base, tensors):
+        norms = [x for name, x in sorted(tensors.items()) if "input_layernorm" in name]
+        rest = {name: x for name, x in tensors.items() if "input_layernorm" not in name}
+        return rest | ({"norms": torch.cat(norms)} if norms else {})
+
+    monkeypatch.setattr(extension, "checkpoint_weights", joined)
+    model = make_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight.fill_(3.0)
+    assert sent(model)["norms"].tolist() == [1.0] * 32 + [3.0] * 32
+
+
+def test_weights_that_transformers_cannot_turn_are_refused(monkeypatch):
+    def fails(base, tensors):
+        raise ValueError("Cannot reverse the transform")
+
+    monkeypatch.setattr(extension, "checkpoint_weights", fails)
+    for model in (make_model("llama"), adapted(make_model("llama"))):
+        with pytest.raises(ValueError, match=r"model: LlamaForCausalLM does not work with vLLM"):
+            extension.check_can_be_sent(model)
 
 
 @pytest.mark.parametrize(

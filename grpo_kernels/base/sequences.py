@@ -109,8 +109,9 @@ class _GatherTokens(torch.autograd.Function):
             return [rank.view(local.dtype) for rank in ranks]
 
         rows, size = x.shape if x.ndim == 2 else (1, len(x))
-        local = torch.tensor([x.ndim, rows, _DTYPES.index(x.dtype), size], dtype=torch.int64)
-        gathered = torch.stack(gather(local.to(x.device))).tolist()
+        facts = [x.ndim, rows, _DTYPES.index(x.dtype), size]
+        local = torch.tensor(facts, dtype=torch.int64, device=x.device)
+        gathered = torch.stack(gather(local)).tolist()
         if any(row[:3] != gathered[0][:3] for row in gathered):
             raise ValueError(
                 "x: expected the same rows, dimensions and dtype on all ranks; got "

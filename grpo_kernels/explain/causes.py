@@ -126,21 +126,20 @@ class _Step:
         self.sequence, self.N = explanation.sequence, len(explanation.sequence)
         self.B = len(explanation.sequences)
         # Without gradients the loss stands for them.
-        known = columns.get(
-            "gradient_share", columns.get("loss", torch.ones(self.N, dtype=torch.float32))
-        )
+        ones = torch.ones(self.N, dtype=torch.float32, device="cpu")
+        known = columns.get("gradient_share", columns.get("loss", ones))
         self.part = shares(known)
         self.policy = ~columns.get("advantage", self.part).isnan()
 
     def __getitem__(self, name: str) -> Tensor:
         column = self.explanation.columns.get(name)
-        return torch.full((self.N,), torch.nan, dtype=torch.float32) if column is None else column
+        return torch.full_like(self.part, torch.nan) if column is None else column
 
     def fact(self, name: str) -> Tensor:
         """A fact of each sequence, float64 `[B]`, NaN where it is not known."""
         values = [row.get(name) for row in self.explanation.sequences]
         numbers = [float("nan") if x is None else float(x) for x in values]
-        return torch.tensor(numbers, dtype=torch.float64)
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def sums(self, x: Tensor) -> Tensor:
         """Sums over each sequence, float64 `[B]`."""
@@ -194,7 +193,7 @@ def _count(chosen: Tensor, word: str = "token") -> str:
 
 
 def _not_finite(step: _Step) -> Iterator[Cause]:
-    chosen = torch.zeros(step.N, dtype=torch.bool)
+    chosen = torch.zeros_like(step.policy)
     for name in {"gradient", "loss"} & step.explanation.columns.keys():
         chosen |= ~step[name].isfinite()
     if chosen.any():
@@ -301,7 +300,7 @@ def _length(step: _Step) -> Iterator[Cause]:
 def _group(step: _Step) -> Iterator[Cause]:
     rewards, advantages = step.fact("reward"), step.fact("advantage")
     for group in step.explanation.groups:
-        ids = torch.tensor(group["sequences"], dtype=torch.int64)
+        ids = torch.tensor(group["sequences"], dtype=torch.int64, device="cpu")
         values = advantages[ids] if rewards[ids].isnan().any() else rewards[ids]
         G, far = len(ids), (values - values.mean()).abs()
         if group["group"] is None or G < 4 or not values.std() > 0:
@@ -342,12 +341,12 @@ def _sampler(step: _Step) -> Iterator[Cause]:
     if not scored.any():
         return
     median, off, kinds = float(gap[scored].median()), gap > limit.gap, {}
-    ends = torch.ones(step.N, dtype=torch.bool)
+    ends = torch.ones_like(step.policy)
     ends[:-1] = step.sequence.diff() > 0
     kinds["the ends of completions"] = ends & ~(step.fact("truncated") == 1)[step.sequence]
     after = (step.explanation.position.diff() > 1) & (step.sequence.diff() == 0)
     kinds["tokens right after a gap in the mask, as a tool's text is"] = torch.cat(
-        [torch.zeros(1, dtype=torch.bool), after]
+        [after.new_zeros(1), after]
     )
     if ids is not None:
         _, inverse, counts = ids.unique(return_inverse=True, return_counts=True)

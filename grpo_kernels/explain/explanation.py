@@ -111,7 +111,8 @@ def group_sums(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         rows = [sequences[i] for i in ids]
         known = {x: [row.get(x, math.nan) for row in rows] for x in SHARES}
         sums = {x: sum(values) for x, values in known.items() if x in rows[0]}
-        rewards = torch.tensor([row.get("reward", math.nan) for row in rows], dtype=torch.float64)
+        numbers = [row.get("reward", math.nan) for row in rows]
+        rewards = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         rewards = rewards[~rewards.isnan()]
         mean = {}
         if len(rewards):  # of an infinite reward the spread is NaN

@@ -133,13 +133,16 @@ def _explanation(path: Path, rows: Sequence[Row]) -> Explanation:
             row["group"] = prompts.setdefault(row["group"], len(prompts))
     columns = {name: [x for row in tokens for x in row[name]] for name in tokens[0]}
     position, ids = (
-        torch.tensor(columns.pop(name, []), dtype=torch.int64) for name in ("position", "token_id")
+        torch.tensor(columns.pop(name, []), dtype=torch.int64, device="cpu")
+        for name in ("position", "token_id")
     )
     texts = [row["text"] for row in tokens] if columns.pop("text", None) is not None else None
-    numbers = {name: torch.tensor(x, dtype=torch.float32) for name, x in columns.items()}
-    lengths = [len(row["position"]) for row in tokens]
+    numbers = {
+        name: torch.tensor(x, dtype=torch.float32, device="cpu") for name, x in columns.items()
+    }
+    lengths = torch.tensor([len(row["position"]) for row in tokens], device="cpu")
     return Explanation(
-        numbers, torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
+        numbers, torch.repeat_interleave(lengths),
         position, sequences, group_sums(sequences), [], texts,
         ids if "token_id" in tokens[0] else None,
         numbers["loss"].nansum().item() if "loss" in numbers else None,

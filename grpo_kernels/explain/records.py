@@ -24,7 +24,9 @@ LARGEST = torch.finfo(torch.float32).max
 def write_jsonl(explanation: Explanation, path: str | Path) -> None:
     """Writes one row per sequence: all of the explanation but its causes, which a reader ranks."""
     e, lines = explanation, []
-    bounds = torch.searchsorted(e.sequence, torch.arange(len(e.sequences) + 1)).tolist()
+    bounds = torch.searchsorted(
+        e.sequence, torch.arange(len(e.sequences) + 1, device="cpu")
+    ).tolist()
     for i, (start, end) in enumerate(pairwise(bounds)):
         tokens: dict[str, list[Any]] = {"position": e.position[start:end].tolist()}
         if e.token_ids is not None:

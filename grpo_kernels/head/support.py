@@ -65,8 +65,8 @@ def batch_support(
     Raises:
         ValueError: a completion with more than `length` tokens.
     """
-    counts = torch.zeros(len(supports), length, dtype=torch.int64)
-    parts = [torch.zeros(0, dtype=torch.int32)]
+    counts = torch.zeros(len(supports), length, dtype=torch.int64, device="cpu")
+    parts = [counts.new_zeros(0, dtype=torch.int32)]
     for i, (row, support) in enumerate(zip(counts, supports, strict=True)):
         if support is None:
             continue
@@ -79,9 +79,9 @@ def batch_support(
             )
         sizes = offsets.diff().long()
         if targets is not None:
-            tokens = torch.arange(size).repeat_interleave(sizes)
-            ids = torch.as_tensor(targets[i], dtype=torch.int64)[:size]
-            has_target = torch.zeros(size, dtype=torch.bool)
+            tokens = torch.arange(size, device="cpu").repeat_interleave(sizes)
+            ids = torch.as_tensor(targets[i], dtype=torch.int64, device="cpu")[:size]
+            has_target = row.new_zeros(size, dtype=torch.bool)
             has_target[tokens[token_ids == ids[tokens]]] = True
             token_ids, sizes = token_ids[has_target[tokens]], torch.where(has_target, sizes, 0)
         row[:size] = sizes

@@ -3,17 +3,20 @@
 With the record a loss can be over the policy that acted:
 
     recorder = SupportRecorder(temperature=0.7, top_p=0.9)
-    out = model.generate(ids, logits_processor=[recorder], **recorder.generate_options())
+    options = recorder.generate_options(model)
+    out = model.generate(ids, logits_processor=[recorder], **options)
     supports = recorder.supports(lengths)       # a Support per row
     support = batch_support(supports, out.shape[1] - ids.shape[1])      # of grpo_kernels
 
 transformers runs processors of the caller before its own warpers. So the recorder applies the
-warpers itself, in the order of `generate`, which is then told to truncate nothing.
+warpers itself, in the order of `generate`, which is then told to truncate nothing. What changes
+scores otherwise than by forbidding tokens is turned off or refused (`refuse_processors`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import chain
 from typing import Any
 
@@ -21,22 +24,46 @@ import torch
 from torch import Tensor
 
 from ..head.lm_head import Support
+from .private import logits_processors
 
 try:
     from transformers import (
+        EncoderNoRepeatNGramLogitsProcessor,
+        ForcedBOSTokenLogitsProcessor,
+        ForcedEOSTokenLogitsProcessor,
+        LogitNormalization,
         LogitsProcessor,
+        MinLengthLogitsProcessor,
+        MinNewTokensLengthLogitsProcessor,
         MinPLogitsWarper,
+        NoBadWordsLogitsProcessor,
+        NoRepeatNGramLogitsProcessor,
+        PrefixConstrainedLogitsProcessor,
         StoppingCriteria,
         StopStringCriteria,
+        SuppressTokensAtBeginLogitsProcessor,
+        SuppressTokensLogitsProcessor,
         TemperatureLogitsWarper,
         TopKLogitsWarper,
         TopPLogitsWarper,
     )
+    from transformers.generation import GenerationMode
 except ImportError as error:
     raise ImportError(
         f"{__name__}: expected the package transformers, 5.0 or newer; got: {error}. "
         "Install it with: pip install 'grpo_kernels[train]'"
     ) from error
+
+# Processors of `generate` that go with a recorder: they forbid tokens, which it then sees, or
+# change no probability; the last four are those that it replays.
+_REPLAYED = (
+    EncoderNoRepeatNGramLogitsProcessor, ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor, LogitNormalization, MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor, SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper,
+)  # fmt: skip
 
 
 class SupportRecorder(LogitsProcessor):
@@ -71,15 +98,29 @@ class SupportRecorder(LogitsProcessor):
         self._next_shape = (0, 0)
 
     @staticmethod
-    def generate_options() -> dict[str, Any]:
-        """Returns arguments with which `generate` samples from unchanged scores.
+    def generate_options(model: Any = None) -> dict[str, Any]:
+        """Returns arguments with which `generate` samples from the recorder's scores.
 
-        They also turn off penalties and other cutoffs that a model's own `GenerationConfig` may
-        have. `min_p` is 0, because None would mean the model's own default.
+        They turn off the truncation and the penalties that a model's own `GenerationConfig` may
+        have. What only forbids tokens stays: `suppress_tokens`, say.
+
+        Args:
+            model: the one that samples; None leaves its `GenerationConfig` unchecked.
+
+        Raises:
+            ValueError: the model's `GenerationConfig` has another option that changes scores.
         """
-        off = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
-        off |= {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0}
-        return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | off
+        options = {
+            "do_sample": True, "num_beams": 1, "prompt_lookup_num_tokens": None,
+            "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_h": None,
+            "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "guidance_scale": 1.0,
+            "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "sequence_bias": None,
+            "exponential_decay_length_penalty": None, "remove_invalid_values": False,
+            "watermarking_config": None,
+        }  # fmt: skip
+        if model is not None:
+            refuse_processors(model, "SupportRecorder", **options)
+        return options
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns the truncated scores, `[B, V]`."""
@@ -117,14 +158,68 @@ class SupportRecorder(LogitsProcessor):
             )
         steps = [token_ids.split(counts.tolist()) for token_ids, counts in self._steps]
         counts = [step_counts for _, step_counts in self._steps]
-        empty, zero = torch.empty(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+        empty = torch.empty(0, dtype=torch.int32, device="cpu")
+        zero = torch.zeros((), dtype=torch.int64, device="cpu")
         return [
             Support(
                 torch.cat([empty, *(step[row] for step in steps[:length])]),
-                torch.stack([zero[0], *(step[row] for step in counts[:length])]).cumsum(0),
+                torch.stack([zero, *(step[row] for step in counts[:length])]).cumsum(0),
             )
             for row, length in enumerate(lengths)
         ]
+
+
+def refuse_processors(model: Any, name: str, **options: Any) -> Any:
+    """Refuses options of `generate` by which sampled scores are not those of a recorder.
+
+    Asks `generate` itself which processors it makes of them; nothing is sampled.
+
+    Args:
+        model: the one that samples, whose `GenerationConfig` has the defaults.
+        name: what needs the recorder, for the error.
+        options: arguments of `generate`.
+
+    Returns:
+        The `GenerationConfig` that `generate` makes of the options.
+
+    Raises:
+        ValueError: an option changes scores otherwise than by forbidding tokens, or searches.
+    """
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    if "generation_config" not in options:
+        options = {"max_new_tokens": 1} | options  # generate warns without a length
+    config, refused = model.generate(
+        ids, attention_mask=torch.ones_like(ids), custom_generate=_without_sampling, **options
+    )
+    mode = config.get_generation_mode()
+    if mode != GenerationMode.SAMPLE:
+        raise ValueError(
+            f"generation by {mode.value} does not work with {name}: pass do_sample=True, "
+            "num_beams=1 and no other strategy"
+        )
+    if refused is not None:
+        raise ValueError(
+            f"{refused}={getattr(config, refused, None)!r} does not work with {name}, which "
+            f"replays temperature, top_k, top_p and min_p: leave {refused} out, or set it to None "
+            "in the model's generation_config"
+        )
+    return config
+
+
+def _without_sampling(
+    model: Any, input_ids: Tensor, logits_processor: Any, generation_config: Any, **_: Any
+) -> tuple[Any, str | None]:
+    """Stands for the loop of `generate`; returns its config and an option that is refused."""
+    other = next((type(p) for p in logits_processor if type(p) not in _REPLAYED), None)
+    if other is None:
+        return generation_config, None
+    for option, value in vars(generation_config).items():
+        if value is not None and option != "do_sample" and not option.startswith("_"):
+            without = copy(generation_config)
+            setattr(without, option, None)  # off, whatever the option is
+            if other not in map(type, logits_processors(model, without, input_ids)):
+                return generation_config, option
+    return generation_config, other.__name__
 
 
 class StopStrings(StoppingCriteria):
@@ -162,5 +257,6 @@ class StopStrings(StoppingCriteria):
 
 def support_of(kept_sets: Sequence[Sequence[int]]) -> Support:
     """The support of tokens with these kept sets, as an engine that reports them has them."""
-    token_ids = torch.tensor([*chain.from_iterable(kept_sets)], dtype=torch.int32)
-    return Support(token_ids, torch.tensor([0, *map(len, kept_sets)], dtype=torch.int64).cumsum(0))
+    sizes = torch.tensor([0, *map(len, kept_sets)], dtype=torch.int64, device="cpu")
+    token_ids = torch.tensor([*chain.from_iterable(kept_sets)], dtype=torch.int32, device="cpu")
+    return Support(token_ids, sizes.cumsum(0))

@@ -274,7 +274,7 @@ def check_logits(model: Any, ids: Tensor | None = None) -> None:
     check_is_loaded(head.weight)
     V = head.weight.shape[0]
     if ids is None:
-        ids = torch.arange(8).mul(V // 97 + 1).add(V // 3).remainder(V)[None]
+        ids = torch.arange(8, device="cpu").mul(V // 97 + 1).add(V // 3).remainder(V)[None]
     ids = ids.to(model.get_input_embeddings().weight.device)
     with evaluating(model):
         largest = _compare_logits(model, head, ids, scale=1.0)

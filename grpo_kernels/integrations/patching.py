@@ -95,5 +95,5 @@ def check_options(execution: Execution, **of_head: Any) -> None:
     Raises:
         TypeError, ValueError: naming the option, what was expected and what came.
     """
-    LMHead(torch.zeros(1, 1, dtype=torch.float32), **of_head)
+    LMHead(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), **of_head)
     check_execution(execution)

@@ -47,6 +47,19 @@ def keeps_a_state(model: Any) -> bool:
     return bool(_private(model, "_is_stateful", "transformers"))
 
 
+def logits_processors(model: Any, config: Any, input_ids: torch.Tensor) -> list[Any]:
+    """The processors that transformers' `generate` makes of a `GenerationConfig`."""
+    processors = _private(model, "_get_logits_processor", "transformers")
+    shape = {"input_ids_seq_length": input_ids.shape[1], "encoder_input_ids": input_ids}
+    return [*processors(config, device=input_ids.device, **shape)]
+
+
+def checkpoint_weights(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a transformers model by the names, and in the parts, of its checkpoint."""
+    loading = import_module("transformers.core_model_loading")
+    return dict(_private(loading, "revert_weight_conversion", "transformers")(model, tensors))
+
+
 def variants_of_lora(layer: Any) -> Any:
     """The variant of LoRA of each PEFT adapter on a layer: none, True for DoRA, or an object."""
     has_variants = version_numbers(import_module("peft").__version__) >= (0, 16)

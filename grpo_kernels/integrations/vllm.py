@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .hf_head import base_model, beyond_lora, is_prompt_learning, is_sharded
+from .private import checkpoint_weights
 
 
 class WorkerExtension:
@@ -86,16 +87,6 @@ def repack(model: Any) -> int:
     return len(layers)
 
 
-def names_of(model: Any) -> list[str]:
-    """The names of the parameters that `names_and_weights` yields, as the model has them."""
-    prefix = model.prefix if hasattr(model, "peft_config") else None
-    return [
-        name for name, _ in model.named_parameters()
-        if prefix is None
-        or not any(x in name for x in (f".{prefix}", ".original_module.", ".ranknum."))
-    ]  # fmt: skip
-
-
 _PLAIN = "model: expected plain LoRA, which can be merged into the weights that vLLM gets"
 
 
@@ -103,8 +94,9 @@ def check_can_be_sent(model: Any) -> None:
     """Checks that a model's weights can be sent to vLLM.
 
     Raises:
-        ValueError: a sharded weight, an adapter that cannot be merged into a weight, or an adapter
-            on a tied head or embedding, which vLLM has as one weight.
+        ValueError: a sharded weight, an adapter that cannot be merged into a weight, an adapter on
+            a tied head or embedding, which vLLM has as one weight, or a model whose weights
+            transformers cannot turn into those of a checkpoint.
     """
     sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
@@ -112,8 +104,20 @@ def check_can_be_sent(model: Any) -> None:
             f"model: expected unsharded weights; {sharded} is sharded: use TRL's trainer, which "
             "gathers weights and sends them to vLLM"
         )
-    if not hasattr(model, "peft_config"):
-        return
+    if hasattr(model, "peft_config"):
+        _check_adapters(model)
+    try:
+        names_of(model)
+    except Exception as error:  # of any of transformers' conversions
+        raise ValueError(
+            f"model: {type(base_model(model)).__name__} does not work with vLLM here, as "
+            f"transformers does not turn its weights into those of a checkpoint ({error}): use "
+            "another rollout"
+        ) from error
+
+
+def _check_adapters(model: Any) -> None:
+    """Checks that the adapters of a PEFT model can be merged into its weights."""
     if is_prompt_learning(model):
         raise ValueError(f"{_PLAIN}; got {model.active_peft_config.peft_type.value}")
     for name, layer in model.named_modules():
@@ -147,7 +151,7 @@ def _beyond_merging(layer: Any) -> str | None:
 
 
 def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Weights as a checkpoint names them, one at a time; a tied one comes once.
+    """Weights as `save_pretrained` writes them, a layer at a time; a tied one comes once.
 
     LoRA is merged on the way, `W + B A * scaling` in the dtype of W, and the model stays as it is.
 
@@ -158,19 +162,58 @@ def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         ValueError: as in `check_can_be_sent`.
     """
     check_can_be_sent(model)
+    tensors, base = _tensors(model), base_model(model)
     layers: dict[str, Any] = dict(model.named_modules()) if hasattr(model, "peft_config") else {}
-    parameters = dict(model.named_parameters())
-    for name in names_of(model):
-        parameter = parameters[name]
-        layer: Any = layers.get(name.removesuffix(".base_layer.weight"))
-        adapters = [] if layer is None else [a for a in layer.active_adapters if a in layer.scaling]
-        weight = parameter.detach()
-        for adapter in adapters:
-            weight = weight + layer.get_delta_weight(adapter).to(weight)
-        yield _plain(name) if layers else name, weight
+    for names in _layers_of(tensors, base):
+        merged = {name: _merged(*tensors[name], layers) for name in names}
+        yield from checkpoint_weights(base, merged).items()
+
+
+def names_of(model: Any) -> list[str]:
+    """The names that `names_and_weights` yields."""
+    return [*_checkpoint_shapes(_tensors(model), base_model(model))]
+
+
+def _tensors(model: Any) -> dict[str, tuple[str, Tensor]]:
+    """Parameters and buffers to send, and the model's names of them, by those without adapters."""
+    is_peft = hasattr(model, "peft_config")
+    adapters = (f".{model.prefix}", ".original_module.", ".ranknum.") if is_peft else ()
+    first: dict[int, tuple[str, Tensor]] = {}  # a tied weight is one object
+    for name, x in model.state_dict(keep_vars=True).items():
+        if isinstance(x, Tensor) and not any(part in name for part in adapters):
+            first.setdefault(id(x), (name, x))
+    return {_plain(row[0]) if is_peft else row[0]: row for row in first.values()}
+
+
+def _layers_of(tensors: dict[str, tuple[str, Tensor]], base: Any) -> list[list[str]]:
+    """The names by layer, or all in one list if a checkpoint joins tensors of several layers."""
+    layers: dict[str, list[str]] = {}
+    for name in tensors:
+        layers.setdefault("".join(re.findall(r"^.*?\.\d+\.", name)), []).append(name)
+    by_layer: dict[str, Any] = {}
+    for names in layers.values():
+        by_layer |= _checkpoint_shapes({name: tensors[name] for name in names}, base)
+    alike = by_layer == _checkpoint_shapes(tensors, base)
+    return [*layers.values()] if alike else [[*tensors]]
+
+
+def _checkpoint_shapes(tensors: dict[str, tuple[str, Tensor]], base: Any) -> dict[str, Any]:
+    """The shapes of the tensors that a checkpoint has of these, by name."""
+    empty = {name: x.detach().to("meta") for name, (_, x) in tensors.items()}
+    return {name: x.shape for name, x in checkpoint_weights(base, empty).items()}
+
+
+def _merged(name: str, tensor: Tensor, layers: dict[str, Any]) -> Tensor:
+    """A tensor of the model with the active adapters of its layer added."""
+    layer: Any = layers.get(name.removesuffix(".base_layer.weight"))
+    adapters = [] if layer is None else [a for a in layer.active_adapters if a in layer.scaling]
+    weight = tensor.detach()
+    for adapter in adapters:
+        weight = weight + layer.get_delta_weight(adapter).to(weight)
+    return weight
 
 
 def _plain(name: str) -> str:
-    """The name in a checkpoint of a parameter's name in a PEFT model."""
+    """The name without adapters of a tensor's name in a PEFT model."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)

@@ -158,7 +158,7 @@ def entry_dots(x: Tensor, rows: Tensor, entries: Entries, out: Tensor) -> None:
             # Once per process: that sparse CSR tensors are in beta.
             warnings.simplefilter("ignore")
             at = torch.sparse_csr_tensor(
-                entries.offsets, entries.ids, out, shape, check_invariants=False
+                entries.offsets, entries.ids, out, shape, device=out.device, check_invariants=False
             )
             out.copy_(torch.sparse.sampled_addmm(at, x, rows.t()).values())
         return

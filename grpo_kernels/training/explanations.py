@@ -62,7 +62,7 @@ class Explanations:
             return None if x is None else x[where, :T]
 
         out = GRPOLossOutput(
-            loss=torch.tensor(update.loss, dtype=torch.float32), metrics={},
+            loss=torch.tensor(update.loss, dtype=torch.float32, device="cpu"), metrics={},
             logps=update.logps[where, :T], entropy=of_batch(update.entropy), kl=of_batch(update.kl),
         )  # fmt: skip
         prompts = [samples.prompts[samples.prompt_of[i]] for i in rows]

@@ -197,7 +197,7 @@ def prepared(
     `prompt`: some tokens, by which the head is found to make the model's own logits.
     """
     policy = without_dropout(Policy.from_config(model, config))
-    check_logits(policy.model, torch.tensor([prompt], dtype=torch.int64))
+    check_logits(policy.model, torch.tensor([prompt], dtype=torch.int64, device="cpu"))
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, lr=config.learning_rate, weight_decay=config.weight_decay

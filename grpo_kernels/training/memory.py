@@ -204,8 +204,12 @@ def _counted(policy: Policy, config: TrainingConfig, rows: int, gpu: bool) -> tu
         model.gradient_checkpointing_disable()
     with without_memory():
         state = without_values(policy)
-        ids, ones = (torch.ones(n, m, dtype=torch.int64) for n, m in ((prompts, P), (rows, T)))
-        batch = Batch(ids, ids, torch.arange(rows) // config.num_generations, ones, ones, ones)
+        ids, ones = (
+            torch.ones(n, m, dtype=torch.int64, device="cpu") for n, m in ((prompts, P), (rows, T))
+        )
+        batch = Batch(
+            ids, ids, torch.arange(rows, device="cpu") // config.num_generations, ones, ones, ones
+        )
         low = _autocasts(config, gpu)
         autocast = torch.autocast("cpu", torch.bfloat16) if low else nullcontext()
         policy.train()

@@ -49,7 +49,7 @@ class Batch:
         used = [prompts[p] for p in places]
         prompt_ids, prompt_mask = pad(used, pad_id, left=True, device=device)
         ids, attention = pad(completions, pad_id, device=device)
-        places_of = to_device(torch.tensor(rows, dtype=torch.int64), device)
+        places_of = to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
         return Batch(prompt_ids, prompt_mask, places_of, ids, attention, mask=attention)
 
 

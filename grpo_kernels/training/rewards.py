@@ -213,7 +213,7 @@ def judge(
             with _explained("is_correct"):
                 right = [deepcopy(problem["answer"]) for problem in problems]
                 correct = [bool(is_correct(*pair)) for pair in zip(texts, right, strict=True)]
-    table_of_all = torch.tensor(table, dtype=torch.float64)
+    table_of_all = torch.tensor(table, dtype=torch.float64, device="cpu")
     return Judged(texts, transcripts, table_of_all, correct, timed_out() - before)
 
 
@@ -221,7 +221,7 @@ def weighted_sum(rewards: Tensor, weights: Sequence[float]) -> Tensor:
     """`[B]` weighted sums of the `[B, R]` rewards that apply, NaN where none does; weights of 1
     if there are none.
     """
-    factors = torch.tensor(weights or [1.0] * rewards.shape[1], dtype=rewards.dtype)
+    factors = rewards.new_tensor(weights or [1.0] * rewards.shape[1])
     return (rewards.nan_to_num() * factors).sum(1).masked_fill(rewards.isnan().all(1), math.nan)
 
 

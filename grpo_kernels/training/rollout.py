@@ -302,11 +302,11 @@ def pad(
 ) -> tuple[Tensor, Tensor]:
     """Pads rows to `[B, longest]` ids and their mask, both int64, on the right or on the left."""
     longest = max(map(len, rows), default=0)
-    ids = torch.full((len(rows), longest), value, dtype=torch.int64)
+    ids = torch.full((len(rows), longest), value, dtype=torch.int64, device="cpu")
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
         place = slice(longest - len(row), longest) if left else slice(len(row))
-        ids[i, place] = torch.tensor(row, dtype=torch.int64)
+        ids[i, place] = ids.new_tensor(row)
         mask[i, place] = 1
     return to_device(ids, device), to_device(mask, device)
 

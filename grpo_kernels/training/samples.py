@@ -64,7 +64,7 @@ class Samples:
     def support_sizes(self) -> Tensor:
         """The sizes of the supports of the completions' tokens: int64, 1-D."""
         sizes = [c.support.offsets.diff() for c in self.completions if c.support is not None]
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *sizes]).long()
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *sizes]).long()
 
     @property
     def lengths(self) -> list[int]:
@@ -85,7 +85,7 @@ class Samples:
             self.prompts, [self.prompt_of[i] for i in chosen],
             [self.completions[i].token_ids for i in chosen], pad_id, device,
         )  # fmt: skip
-        where = to_device(torch.tensor(chosen, dtype=torch.int64), device)
+        where = to_device(torch.tensor(chosen, dtype=torch.int64, device="cpu"), device)
         mask = self.mask[where, : batch.attention.shape[1]]
         support = None
         if self.replay_support:
@@ -218,14 +218,14 @@ def group_relative_advantages(
 def completion_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor:
     """Makes an int64 `[B, T]` mask of sampled tokens, if asked for without cut completions."""
     mask = pad([c.sampled_flags for c in completions], 0)[0]
-    ended = torch.tensor([[c.ended] for c in completions], dtype=torch.int64)
+    ended = mask.new_tensor([[c.ended] for c in completions])
     return mask * ended if drop_truncated else mask
 
 
 def per_token(rows: Sequence[Sequence[float] | None], mask: Tensor) -> Tensor:
     """Pads numbers per token to `[B, T]` on the mask's device, with 0 where there are none."""
-    padded = torch.zeros(mask.shape, dtype=torch.float32)
+    padded = torch.zeros(mask.shape, dtype=torch.float32, device="cpu")
     for row, numbers in zip(padded, rows, strict=True):
         if numbers is not None:
-            row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float32)
+            row[: len(numbers)] = row.new_tensor(numbers)
     return padded.to(mask.device)

@@ -110,7 +110,7 @@ class VLLMRollout:
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
         # By the step's generator: a run that goes on from a checkpoint draws the same.
-        seeds = torch.randint(2**31 - 1, (len(prompts),)).tolist()
+        seeds = torch.randint(2**31 - 1, (len(prompts),), device="cpu").tolist()
         request = self._request(count, sampling)
         with self._without_autocast(), self._in_all_processes():
             outputs = self._generate(prompts, seeds, request)

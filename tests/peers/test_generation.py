@@ -9,9 +9,10 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    WatermarkingConfig,
 )
 
-from grpo_kernels.integrations.generation import StopStrings, SupportRecorder
+from grpo_kernels.integrations.generation import StopStrings, SupportRecorder, refuse_processors
 from tests.helpers.tiny_models import make_model, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -81,14 +82,85 @@ def test_what_generate_keeps(case):
     assert len(sizes) > 1 or case == "top_k"
 
 
-def test_generate_truncates_no_further():
+# Defaults of a model by which `generate` would sample from other scores.
+OWN = {
+    "sampling": {"top_k": 2, "top_p": 0.1, "min_p": 0.9, "temperature": 0.1, "do_sample": False},
+    "top_h": {"top_h": 0.3},
+    "typical_p": {"typical_p": 0.2},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.05},
+    "eta_cutoff": {"eta_cutoff": 0.99},
+    "repetition_penalty": {"repetition_penalty": 3.0},
+    "guidance_scale": {"guidance_scale": 3.0},
+    "sequence_bias": {"sequence_bias": [[[token], 9.0] for token in range(3, 9)]},
+    "exponential_decay": {"exponential_decay_length_penalty": (0, 9.0), "eos_token_id": 1},
+    # Words that another processor forbids would be possible again.
+    "remove_invalid_values": {
+        "remove_invalid_values": True, "bad_words_ids": [[token] for token in range(240)]
+    },
+    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=30.0)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_generate_samples_from_what_is_recorded(own):
     """Whatever the model's own defaults are."""
+    model, recorder = flat_model(), SupportRecorder(top_k=30)
+    kept = {k: x for k, x in OWN[own].items() if k in ("eos_token_id", "bad_words_ids")}
+    model.generation_config.update(top_k=30, do_sample=True, pad_token_id=0, **kept)
+    expected = sample(model)
+    model.generation_config.update(**OWN[own])
+    assert own in ("remove_invalid_values", "sampling") or not torch.equal(sample(model), expected)
+    ids = sample(model, logits_processor=[recorder], **recorder.generate_options(model))
+    assert torch.equal(ids, expected)
+    size = 257 - 240 if "bad_words_ids" in kept else 30
+    assert all(len(ids) == size * 2 for ids, _ in recorder.supports([2, 2, 2]))
+
+
+FORBIDDING = {
+    "bad_words_ids": [[5], [6, 7]], "suppress_tokens": [5], "begin_suppress_tokens": [5],
+    "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2, "min_length": 1,
+    "min_new_tokens": 1, "forced_bos_token_id": 3, "forced_eos_token_id": 1,
+    "prefix_allowed_tokens_fn": lambda row, ids: [3, 4], "renormalize_logits": True,
+    "num_return_sequences": 2, "eos_token_id": 1,
+}  # fmt: skip
+
+
+def test_options_that_change_scores_are_refused_by_name():
     model = flat_model()
-    model.generation_config.update(top_k=2, top_p=0.1, min_p=0.9, temperature=0.1, do_sample=False)
-    recorder = SupportRecorder(top_k=30)
-    ids = recorded_sample(model, recorder)
-    model.generation_config.update(top_k=30, top_p=1.0, min_p=None, temperature=1.0, do_sample=True)
-    assert torch.equal(ids, sample(model))
+    options = {"do_sample": True, "temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1}
+    config = refuse_processors(model, "x", **options, **FORBIDDING)
+    assert (config.top_k, config.min_p, config.suppress_tokens) == (9, 0.1, [5])
+    for name in OWN.keys() - {"sampling", "exponential_decay"}:
+        option = {name: OWN[name][name]}
+        message = f"{name}=.* does not work with x, which replays .*: leave {name} out, or"
+        with pytest.raises(ValueError, match=message):
+            refuse_processors(model, "x", **options, **FORBIDDING, **option)
+        model.generation_config.update(**option)
+        with pytest.raises(ValueError, match=message):
+            refuse_processors(model, "x", **options)
+        model.generation_config.update(**{name: None})
+    for option, mode in (("num_beams", "beam_sample"), ("prompt_lookup_num_tokens", "assisted")):
+        with pytest.raises(ValueError, match=f"generation by {mode}.* does not work with x: pass"):
+            refuse_processors(model, "x", **options, **{option: 2})
+
+
+def test_an_option_of_a_later_transformers_is_refused(monkeypatch):
+    """With the model: the recorder's own options do not know it."""
+    model, own = flat_model(), type(flat_model())._get_logits_processor
+    kind = type("TopZ", (MinPLogitsWarper,), {})
+
+    def with_another(self, generation_config, **options):
+        processors = own(self, generation_config, **options)
+        if getattr(generation_config, "top_z", None):
+            processors.append(kind(0.5))
+        return processors
+
+    monkeypatch.setattr(type(model), "_get_logits_processor", with_another)
+    model.generation_config.top_z = 0.5
+    with pytest.raises(ValueError, match=r"top_z=0\.5 does not work with SupportRecorder"):
+        SupportRecorder.generate_options(model)
+    model.generation_config.top_z = None
+    assert SupportRecorder.generate_options(model) == SupportRecorder.generate_options()
 
 
 def test_words_that_another_processor_forbids():

@@ -15,27 +15,15 @@ from typing import Any
 import torch
 
 from ...head.lm_head import Support
-from ..generation import SupportRecorder, support_of
+from ..generation import SupportRecorder, refuse_processors, support_of
 from ..patching import Replacement
 
 # The key of TRL's batch under which a list of supports travels, one per completion.
 KEY = "support"
-# Options of generation that truncate after the recorder, or that change scores otherwise than by
-# forbidding tokens, and what they are when off.
+# Options of vLLM that change scores otherwise than by forbidding tokens, and their values when off.
 _OFF = {
-    "do_sample": True,
-    "num_beams": 1,
-    "top_h": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
     "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "exponential_decay_length_penalty": None,
-    "sequence_bias": None,
-    "guidance_scale": 1.0,
-    "watermarking_config": None,
-    "presence_penalty": 0.0,  # this and the next two: vLLM's
+    "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "logit_bias": None,
 }
@@ -180,7 +168,8 @@ def _check_source(trainer: Any) -> None:
     if trainer.use_vllm and trainer.vllm_mode != "colocate":
         raise ValueError(
             f"vllm_mode={trainer.vllm_mode!r} does not work with replay_support=True, as TRL's "
-            "client drops the server's sampling masks: pass vllm_mode='colocate'"
+            "VLLMClient takes ids and log-probs from the server and no sampling_mask: pass "
+            "vllm_mode='colocate'"
         )
     refused = {
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
@@ -197,20 +186,16 @@ def _check_source(trainer: Any) -> None:
 
 
 def _trainer_settings(trainer: Any) -> dict[str, Any]:
-    """Returns the sampling options of TRL's generation; what is None is off."""
-    if trainer.use_vllm:
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        settings = {name: getattr(trainer, name) for name in names}
-        return settings | (trainer.args.generation_kwargs or {})
-    # As generate has it: the model's own defaults are in the place of None.
-    settings = trainer.generation_config.to_dict()
-    defaults = trainer.model.generation_config.to_dict()
-    return defaults | {name: value for name, value in settings.items() if value is not None}
-
-
-def _sampling_options(trainer: Any) -> dict[str, Any]:
-    """Returns the options of the recorder, or refuses what it does not replay."""
-    settings = _trainer_settings(trainer)
+    """The sampling options of TRL's generation; refuses those that no recorder replays."""
+    if not trainer.use_vllm:
+        return vars(
+            refuse_processors(
+                trainer.model, "replay_support=True", generation_config=trainer.generation_config
+            )
+        )
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    settings = {name: getattr(trainer, name) for name in names}
+    settings |= trainer.args.generation_kwargs or {}
     for name, off in _OFF.items():
         value = settings.get(name)
         if value is not None and value != off:
@@ -218,6 +203,12 @@ def _sampling_options(trainer: Any) -> dict[str, Any]:
                 f"{name}={value!r} does not work with replay_support=True, which replays only "
                 f"temperature, top_k, top_p and min_p: pass {name}={off!r}"
             )
+    return settings
+
+
+def _sampling_options(trainer: Any) -> dict[str, Any]:
+    """The options of the recorder."""
+    settings = _trainer_settings(trainer)
     options = {name: settings.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     if options["temperature"] != trainer.temperature:
         raise ValueError(
