@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_kernels import doctor
-from tests.helpers.fake_cuda import EmulatedCUDA
+from tests.helpers.fake_cuda import EmulatedCUDA, EmulatedMPS
 
 tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -45,6 +45,15 @@ def test_an_apple_gpu_takes_torch_and_has_no_name(monkeypatch):
     assert (cpu.type, mps.type) == ("cpu", "mps")
     assert doctor.device_name(mps) in (platform.processor(), platform.machine())
     assert doctor.backend_of(mps) == "torch, which is slower (Triton does not compile for it)"
+
+
+@pytest.mark.parametrize("dtype", doctor.GRADIENT_TOLERANCE, ids=str)
+@pytest.mark.parametrize("call", doctor.CALLS)
+def test_calls_on_a_gpu_without_float64(call, dtype, real_memory):
+    """The torch backend on Apple's, whose tensors hold values on the CPU here."""
+    with EmulatedMPS():
+        line, problem = doctor.check_call(call, dtype, torch.device("mps"))
+    assert problem is None and line.endswith("ok"), problem
 
 
 def broken(out):
