@@ -142,7 +142,7 @@ trainer_with(folder / "tiny", folder, steps=1, save_every=1).train()
 
 @pytest.mark.slow
 def test_the_trainer_steps_without_triton_and_posix(tmp_path):
-    """It saves its step; what is for other packages is imported."""
+    """A step is saved; every module is imported, with those for other packages."""
     pytest.importorskip("trl", reason="TRL has left Python 3.10")
     code = ELSEWHERE.format(imports=f"import {PEERS}, trl.trainer.grpo_trainer")
     python(code + TRAINER_ELSEWHERE, str(tmp_path))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from triton.runtime.jit import KernelInterface
 
 CUDA = torch.device("cuda", 0)
 Answer = Callable[[Tensor], Tensor] | Sequence[int]
@@ -108,9 +107,12 @@ class EmulatedCUDA(TorchDispatchMode):
         to = Tensor.to
         patch.setattr(Tensor, "to", lambda x, *places, **how: to(x, *map(_numbered, places), **how))
         patch.setattr(Tensor, "cuda", lambda x, *_: to(x, CUDA))
-        # `kernel[grid]` returns what launches the kernel.
-        launch = self.launch
-        patch.setattr(KernelInterface, "__getitem__", lambda *where: partial(launch, *where))
+        with suppress(ImportError):  # macOS and Windows have no Triton
+            from triton.runtime.jit import KernelInterface
+
+            # `kernel[grid]` returns what launches the kernel.
+            launch = self.launch
+            patch.setattr(KernelInterface, "__getitem__", lambda *where: partial(launch, *where))
         # `torch.tensor(values, device=)` makes a tensor on the CPU, and copies it.
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
