@@ -5,13 +5,16 @@ In processes of their own, as the kernels of this one are the interpreter's.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 from benchmarks import compile_sass
-from benchmarks.compile_report import differences, section_of, with_section
+from benchmarks.compile_report import ARCHITECTURES, differences, section_of, with_section
 
 SETUP = """
 import sys
@@ -203,6 +206,15 @@ def test_a_table_that_is_not_the_stored_one_is_seen():
     changed = with_section(page, "3.7.1", "newer")
     assert section_of(changed, "3.7.1").split() == ["##", "Triton", "3.7.1", "newer"]
     assert section_of(changed, "3.6.0") == section_of(page, "3.6.0") != ""
+
+
+def test_the_page_has_each_gpu_and_its_half_precision():
+    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text().split("## Which GPUs")[1]
+    rows = re.findall(r"^\| (\w+): .* \| (.*?) \|$", page, re.M)
+    assert [name for name, _ in rows] == list(ARCHITECTURES)
+    for name, half in rows:
+        nvidia = ARCHITECTURES[name].backend == "cuda"
+        assert half.startswith("bf16") == (nvidia and ARCHITECTURES[name].half == torch.bfloat16)
 
 
 def test_every_pair_of_options_of_the_kernels_is_launched():
