@@ -55,6 +55,7 @@ sanitize: .venv/installed ## the kernels' PTX executed on a CPU [SANITIZE="--ptx
 	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) -m "not slow" $(SANITIZED) $(ARGS)
 	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) --ptx-cuda -m gpu $(ON_CUDA) $(ARGS)
 	$(TEST) -p tests.ptx.plugin --ptx-arch 80 tests/tools/test_exp_gemm.py -k tiles_of_a_gpu $(ARGS)
+	$(TEST) -p tests.ptx.plugin --ptx-arch 75 tests/test_backends.py -k "policy_loss or infinite" $(ARGS)
 
 test-rest: .venv/installed ## the slow tests: peers, ranks, benchmarks, examples, docs
 	$(TEST) $(PARALLEL) -m "slow and not nightly" --hypothesis-profile=full --ignore=tests/ranks --ignore=tests/vllm $(ARGS)

@@ -43,9 +43,11 @@ class Problems:
 def main(argv: Sequence[str] | None = None) -> Any:
     parser = TrlParser((Problems, GRPOConfig, ModelConfig))
     on_gpu = torch.cuda.is_available()
+    # Before Ampere bf16 is emulated, slower than float32.
+    bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     parser.set_defaults(
         model_name_or_path=MODEL, output_dir="runs/trl", max_steps=4, learning_rate=1e-5,
-        max_completion_length=128, logging_steps=1, report_to="none", bf16=on_gpu,
+        max_completion_length=128, logging_steps=1, report_to="none", bf16=bf16,
         use_cpu=not on_gpu,
     )  # fmt: skip
     given, args, of_model = parser.parse_args_and_config(argv)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import platform
 import sys
@@ -23,10 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from . import GRPOLossConfig, __version__, reference
 from .base.checks import name_of, version_numbers
 from .fused_grpo_loss import fused_grpo_loss
+from .head.budget import gpu
 from .head.linear_logprobs import linear_logprobs
 from .head.lm_head import Reference, Support
 from .kernels import select_backend
@@ -93,14 +94,26 @@ def check_package(package: Package) -> tuple[str, str | None]:
 
 
 def devices() -> list[torch.device]:
-    gpus = (kind for kind in ("cuda", "xpu") if torch.get_device_module(kind).is_available())
+    kinds = ("cuda", "xpu", "mps")
+    gpus = (kind for kind in kinds if torch.get_device_module(kind).is_available())
     return [torch.device(kind) for kind in ("cpu", *gpus)]
 
 
 def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    return str(torch.get_device_module(device).get_device_name(device))
+    module = torch.get_device_module(device)
+    if hasattr(module, "get_device_name"):
+        return str(module.get_device_name(device))
+    return platform.processor() or platform.machine()  # Apple's GPU, which has no name
+
+
+def half_precision(device: torch.device) -> str:
+    """Returns the dtypes that a GPU multiplies fast, "" where the library multiplies float32."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ""
+    fast = "bfloat16, float16" if gpu(device).major >= 8 else "float16 (bfloat16 is emulated)"
+    return f"; half precision: {fast}"
 
 
 def backend_of(device: torch.device) -> str:
@@ -109,12 +122,12 @@ def backend_of(device: torch.device) -> str:
         return "triton"
     if device.type == "cpu":
         return "torch (Triton compiles for GPUs only)"
-    if importlib.util.find_spec("triton") is None:
-        return "torch, which is slower (the package triton is not installed)"
-    return f"torch, which is slower (Triton is not supported on {device.type})"
+    if device.type == "mps":
+        return "torch, which is slower (Triton does not compile for it)"
+    return "torch, which is slower (the package triton is not installed)"
 
 
-def make_batch(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def make_batch(dtype: torch.dtype) -> dict[str, Tensor]:
     """Makes inputs with peaked logits, likely and surprising targets, and NaN where masked."""
     B, T, V, H = 6, 24, 5003, 64
     g = torch.Generator().manual_seed(0)
@@ -128,7 +141,7 @@ def make_batch(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     surprising = torch.rand(B, T, generator=g, dtype=torch.float32) < 0.3
     targets = torch.where(surprising, torch.randint(0, V, (B, T), generator=g), likely)
     mask = torch.arange(T) < torch.randint(1, T + 1, (B, 1), generator=g)
-    batch = {
+    return {
         "hidden": hidden.masked_fill(~mask[..., None], torch.nan).to(dtype),
         "weight": weight.to(dtype),
         "targets": targets.masked_fill(~mask, -100),
@@ -136,7 +149,6 @@ def make_batch(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         "mask": mask,
         "drift": (0.25 * normal(B, T)).masked_fill(~mask, torch.nan),
     }
-    return {name: x.to(device) for name, x in batch.items()}
 
 
 def make_support(batch: dict[str, Tensor]) -> Support:
@@ -161,16 +173,16 @@ class Errors(NamedTuple):
 
 
 def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Errors:
-    """Compares one of `CALLS` with the float64 reference on the same inputs."""
-    batch = make_batch(dtype, device)
-    exact = {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}
+    """Compares one of `CALLS` with the float64 reference on the same inputs, on the CPU."""
+    made = make_batch(dtype)
+    batch = {name: x.to(device) for name, x in made.items()}
+    exact = {k: x.double() if x.is_floating_point() else x for k, x in made.items()}
     config = GRPOLossConfig(loss_type="gspo" if call == "two passes" else "dapo")
-    support = make_support(batch) if call == "support" else None
-    old_logps = (
-        reference.linear_logprobs(*_head_arguments(exact), support=support).logps + exact["drift"]
-    )
-    kwargs: dict[str, Any] = {"config": config, "support": support, "old_logps": old_logps.float()}
-    exact_kwargs = dict(kwargs)
+    support = make_support(exact) if call == "support" else None
+    exact_kwargs: dict[str, Any] = {"config": config, "support": support}
+    old_logps = reference.linear_logprobs(*_head_arguments(exact), support=support).logps
+    exact_kwargs["old_logps"] = (old_logps + exact["drift"]).float()
+    kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, exact_kwargs)
     if call == "exact KL":
         kwargs["config"] = exact_kwargs["config"] = GRPOLossConfig(beta=0.1, kl_estimator="exact")
         kwargs["reference"], exact_kwargs["reference"] = (
@@ -180,8 +192,9 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
     logps, *gradients = _run(fused_grpo_loss, batch, **kwargs)
     seconds = time.perf_counter() - start
     expected_logps, *expected = _run(reference.fused_grpo_loss, exact, **exact_kwargs)
-    without_loss = linear_logprobs(*_head_arguments(batch), support=support).logps
-    logps_error = float(torch.stack([logps, without_loss]).sub(expected_logps).abs().max())
+    without_loss = linear_logprobs(*_head_arguments(batch), support=kwargs["support"]).logps
+    scored = torch.stack([logps, without_loss.cpu().double()])
+    logps_error = float(scored.sub(expected_logps).abs().max())
     d_hidden, d_weight = (
         float((x - y).norm() / y.norm()) for x, y in zip(gradients, expected, strict=True)
     )
@@ -189,13 +202,16 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
 
 
 def _run(call: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log-probs and the gradients of hidden states and weight, all in float64."""
+    """Returns log-probs and gradients of hidden states and weight, in float64 on the CPU."""
     hidden, weight, targets, mask = _head_arguments(batch)
     hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
     out = call(hidden, weight, targets, batch["advantages"], mask, **options)
     out.loss.backward()
     assert hidden.grad is not None and weight.grad is not None
-    return out.logps.double(), hidden.grad.double(), weight.grad.double()
+    logps, d_hidden, d_weight = (
+        x.detach().cpu().double() for x in (out.logps, hidden.grad, weight.grad)
+    )
+    return logps, d_hidden, d_weight
 
 
 def check_call(call: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str | None]:
@@ -262,7 +278,8 @@ def main(argv: list[str] | None = None) -> int:
     print()
     for device in devices():
         backend = backend_of(device)
-        print(f"  {device.type}: {device_name(device)}; backend: {backend}")
+        half = half_precision(device)
+        print(f"  {device.type}: {device_name(device)}; backend: {backend}{half}")
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("  TRITON_INTERPRET=1 is set: Triton kernels are interpreted on the CPU, slowly")
     print("\nErrors against the float64 reference: absolute for log-probs, relative for the")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_kernels import group_advantages, per_token_kl, reference
 from grpo_kernels.loss.config import KL_ESTIMATORS, GRPOLossConfig
+from tests.helpers.fake_cuda import EmulatedMPS
 
 NAN = float("nan")
 
@@ -169,3 +170,12 @@ def test_per_token_kl_refuses():
     ):
         with pytest.raises(ValueError, match=message):
             per_token_kl(torch.zeros(2), torch.zeros(2), **options)
+
+
+def test_a_gpu_without_float64_takes_float32(real_memory):
+    rewards = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+    with EmulatedMPS():
+        advantages = group_advantages(rewards.to("mps"), 4)
+        assert advantages.device.type == "mps"
+        there = advantages.cpu()
+    assert (there - group_advantages(rewards, 4)).abs().max() < 1e-5 < there.abs().max()

@@ -161,6 +161,31 @@ def test_a_worker_that_was_interrupted_or_killed_is_replaced(worker, monkeypatch
     process.stdout.close()
 
 
+# The worker's file on a system that has no timers of a process and no limits of its memory.
+WINDOWS = """
+import runpy, signal, sys
+sys.modules["resource"] = None
+del signal.setitimer, signal.SIGPROF, signal.pthread_sigmask
+runpy.run_path({!r}, run_name="__main__")
+"""
+
+
+def test_where_a_process_has_no_timer_its_parent_ends_it(monkeypatch, tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WINDOWS.format(expressions.__file__))
+    monkeypatch.setattr(expressions, "__file__", str(script))
+    monkeypatch.delattr(signal, "setitimer")
+    worker = MathVerify(600.0)
+    try:
+        assert worker.equal("x+1", "1+x")
+        worker.seconds = 0.3
+        assert not worker.equal(HARD, "7") and worker.timed_out == 1
+        worker.seconds = 600.0
+        assert worker.equal("2x", "x+x") and worker.timed_out == 1
+    finally:
+        worker.close()
+
+
 def test_a_forked_process_asks_a_worker_of_its_own():
     assert expressions.same_expression("x+1", "1+x")
     reader, writer = os.pipe()

@@ -19,12 +19,13 @@ from grpo_kernels import Execution, LMHead, reference
 ROOT = Path(__file__).parents[1]
 
 
-def python(code: str) -> list[str]:
+def python(code: str, *args: str) -> list[str]:
     """The lines that the code prints, from a plain checkout in another folder."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, "-c", code, *args], env=env, cwd="/", capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
 
@@ -69,6 +70,84 @@ except ImportError as error:
 def test_without_the_peers_integrations_say_what_to_install():
     (error,) = python(WITHOUT_PEERS)
     assert "pip install 'grpo_kernels[train]'" in error
+
+
+# A machine with macOS or Windows, as far as a Linux can be one: what is imported from here on finds
+# neither Triton nor what POSIX or Linux alone has. The standard library keeps what it has.
+ELSEWHERE = """
+import os, signal, subprocess, sys, types
+import torch, torch._dynamo
+{imports}
+absent = "triton", "resource", "fcntl", "pwd", "grp", "termios"
+for name in [x for x in sys.modules if x.split(".")[0] in absent]:
+    del sys.modules[name]
+sys.modules |= dict.fromkeys(absent)
+subprocess.signal = types.SimpleNamespace(**vars(signal))
+calls = "fork", "register_at_fork", "sched_getaffinity", "sched_setaffinity", "killpg", "setsid"
+signals = "KILL", "PROF", "ALRM", "HUP", "USR1", "USR2", "CHLD", "PIPE"
+timers = "setitimer", "getitimer", "alarm", "pthread_sigmask"
+for module, names in ((os, calls), (signal, timers), (signal, ["SIG" + x for x in signals])):
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+"""
+# And a torch that was built without `torch.distributed`.
+CORE_ELSEWHERE = """
+for name in [x for x in sys.modules if x.startswith("torch.distributed")]:
+    del sys.modules[name]
+sys.modules["torch.distributed"] = torch.distributed = types.SimpleNamespace(
+    is_available=lambda: False, ProcessGroup=type("ProcessGroup", (), {})
+)
+import grpo_kernels, grpo_kernels.explain, grpo_kernels.reference
+from grpo_kernels import doctor
+for name in grpo_kernels.__all__:
+    getattr(grpo_kernels, name)
+g = torch.Generator().manual_seed(0)
+h, w = (torch.randn(n, 8, generator=g).requires_grad_() for n in (6, 50))
+args = h, w, torch.arange(6), torch.randn(6, generator=g)
+packages = grpo_kernels.reference, grpo_kernels
+for loss in (
+    lambda x: x.fused_grpo_loss(*args).loss, lambda x: x.linear_logprobs(*args[:3]).logps.sum()
+):
+    truth, ours = (torch.autograd.grad(loss(x), (h, w)) for x in packages)
+    for x, y in zip(truth, ours):
+        assert x.norm() > 0 and (x - y).norm() < 1e-5 * x.norm()
+sys.exit(doctor.main([]))
+"""
+
+
+def test_the_core_runs_without_triton_and_posix():
+    """The gradients of its calls are those of the reference, and the doctor is content."""
+    report = python(ELSEWHERE.format(imports="") + CORE_ELSEWHERE)
+    assert any(line.startswith("VERDICT: all is well") for line in report)
+
+
+PEERS = "accelerate, datasets, filelock, matplotlib.pyplot, peft, psutil, tqdm, transformers"
+TRAINER_ELSEWHERE = """
+import importlib, pathlib, pkgutil, warnings
+import grpo_kernels
+warnings.simplefilter("ignore")
+for module in pkgutil.walk_packages(grpo_kernels.__path__, "grpo_kernels."):
+    if not module.name.endswith(("__main__", "axolotl")) and ".kernels.triton" not in module.name:
+        importlib.import_module(module.name)
+from tests.helpers.tiny_models import make_model, make_tokenizer
+from tests.helpers.trainer_runs import trainer_with
+
+folder = pathlib.Path(sys.argv[1])
+make_model("llama").save_pretrained(folder / "tiny")
+make_tokenizer().save_pretrained(folder / "tiny")
+trainer_with(folder / "tiny", folder, steps=1, save_every=1).train()
+"""
+
+
+@pytest.mark.slow
+def test_the_trainer_steps_without_triton_and_posix(tmp_path):
+    """A step is saved; every module is imported, with those for other packages."""
+    pytest.importorskip("trl", reason="TRL has left Python 3.10")
+    code = ELSEWHERE.format(imports=f"import {PEERS}, trl.trainer.grpo_trainer")
+    python(code + TRAINER_ELSEWHERE, str(tmp_path))
+    (page,) = tmp_path.glob("*/report.html")
+    assert (page.parent / "checkpoints" / "step-000001" / "state.json").is_file()
 
 
 # Words that need a heading, or the sentence before, as their subject.

@@ -1,10 +1,13 @@
 """The GEMMs of a call: their dtype, how much of the weight they take at a time, their errors."""
 
+import warnings
+
 import pytest
 import torch
 
 from benchmarks.workloads import make
 from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels.head import call as head_calls
 from grpo_kernels.head.call import head_call
 from grpo_kernels.head.products import (
     Products,
@@ -15,7 +18,7 @@ from grpo_kernels.head.products import (
     slices_of,
 )
 from tests.helpers.batches import config, make_batch, relative_error
-from tests.helpers.fake_cuda import CountedCUDA
+from tests.helpers.fake_cuda import CountedCUDA, EmulatedCUDA
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import OPTIONS, TOLERANCE, expect_equal
 
@@ -26,6 +29,47 @@ def test_gemms_on_a_cpu_take_float32():
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             call = head_call(operand, operand, targets, None, None, Execution(backend="torch"))
         assert call.spec.dtype == torch.float32
+
+
+HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("major", "hidden", "weight", "autocast", "expected", "warns"),
+    (
+        (8, BF16, BF16, None, BF16, False),
+        (7, BF16, BF16, None, FULL, True),
+        (7, HALF, HALF, None, HALF, False),
+        (7, FULL, FULL, BF16, FULL, True),
+        (7, BF16, BF16, HALF, HALF, False),
+        (7, FULL, FULL, None, FULL, False),
+    ),
+)
+def test_a_gpu_without_bf16_multiplies_it_in_float32(
+    major, hidden, weight, autocast, expected, warns, real_memory, monkeypatch
+):
+    """A T4, whose half precision is float16; the warning comes once and names the way out."""
+    head_calls._warn_of_emulated_bf16.cache_clear()
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: autocast is not None)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: autocast)
+    with CountedCUDA(major=major), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        x, y = (torch.empty(4, 8, dtype=dtype, device="cuda") for dtype in (hidden, weight))
+        targets = torch.empty(4, dtype=torch.int64, device="cuda")
+        for _ in range(2):
+            call = head_call(x, y, targets, None, None, Execution(backend="torch"))
+            assert call.spec.dtype == expected
+    messages = [str(x.message) for x in warned]
+    assert len(messages) == warns and all("pass float16 hidden" in x for x in messages)
+
+
+def test_values_of_a_gpu_without_bf16(real_memory):
+    """Operands and gradients in bf16; the products of the head are those of float32."""
+    head_calls._warn_of_emulated_bf16.cache_clear()
+    with EmulatedCUDA(major=7), pytest.warns(UserWarning, match="multiplied in float32"):
+        batch = make_batch(V=1003).to("cuda", torch.bfloat16)
+        options = {"old_logps": True, "execution": Execution(backend="torch"), "config": config()}
+        expect_equal(batch, options, tolerance=3e-3)  # the rounding of gradients to bf16
 
 
 def test_a_bf16_weight_is_upcast_in_slices():

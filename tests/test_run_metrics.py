@@ -1,15 +1,17 @@
 """Metrics of a run: what the library, a loss and the user's code add, and how it is merged."""
 
 import math
+import sys
 from dataclasses import dataclass
 
+import psutil  # noqa: F401 - while there is a module `resource`
 import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss
 from grpo_kernels.loss.losses import Loss
 from grpo_kernels.training import Metric, report
-from grpo_kernels.training.metrics import Metrics
+from grpo_kernels.training.metrics import Metrics, peak_memory
 from tests.helpers.trainer_runs import noise, rows_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
@@ -112,3 +114,18 @@ def test_nan_is_shown_where_a_loss_has_it_and_left_out_where_it_is_added(merge, 
         assert metrics.take(Alone) == {"a": expected}
     metrics.add("a", [math.nan])
     assert math.isnan(metrics.take(Alone)["a"]) and metrics.take(Alone) == {}
+
+
+def test_peak_memory_of_other_systems(monkeypatch):
+    """On macOS it is counted in bytes; Windows has no module `resource`."""
+    cpu = torch.device("cpu")
+    here = peak_memory(cpu)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        assert peak_memory(cpu) * 1024 == pytest.approx(here, rel=0.5)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert 1 << 26 < peak_memory(cpu) <= 1.5 * here
+
+
+def test_a_gpu_without_a_name_has_that_of_its_kind():
+    assert report._name_of(torch.device("mps")) == "mps"

@@ -382,10 +382,19 @@ def test_a_missing_extra_is_named(missing):
     ),
 )
 def test_a_dtype_is_that_of_weights_and_gemms(dtype, weights, autocast, gemms, monkeypatch):
-    """On a GPU with bf16; without one nothing is autocast, and mixed is fp32."""
+    """On a GPU with bf16; elsewhere nothing is autocast, and mixed is fp32."""
     config = config_of(dtype=dtype)
-    assert ranks.mixed_precision(config) == "no"
-    assert (DTYPES[dtype], ranks.gemm_dtype(config)) == (weights, weights)
-    for name in ("is_available", "is_bf16_supported"):
-        monkeypatch.setattr(torch.cuda, name, lambda: True)
-    assert (ranks.mixed_precision(config), ranks.gemm_dtype(config)) == (autocast, gemms)
+
+    def chosen():
+        return ranks.mixed_precision(config), ranks.gemm_dtype(config)
+
+    assert (DTYPES[dtype], *chosen()) == (weights, "no", weights)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # A T4 says that it has bf16: by emulation, slower than float32.
+    for native, expected in ((False, ("no", weights)), (True, (autocast, gemms))):
+        answer = {True: True, False: native}
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported",
+            lambda including_emulation=True, answer=answer: answer[including_emulation],
+        )  # fmt: skip
+        assert chosen() == expected

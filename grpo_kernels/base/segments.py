@@ -4,8 +4,9 @@
     dL/dz_j = g_j (1 - p_j) - p_j (G - g_j - q + e (l_j + E)),    G = sum of g over the row
 
 with g, e and q the gradients of l, E and lse. Plain PyTorch: an entry is few bytes here and a row
-of W elsewhere, so that nothing is to be gained by a kernel. Sums are taken in float64, each in one
-order: 1 - p of an entry that has nearly all, and G - g beside it, keep their digits.
+of W elsewhere, so that nothing is to be gained by a kernel. Sums are taken in float64, where a
+device has it, each in one order: 1 - p of an entry that has nearly all, and G - g beside it, keep
+their digits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .sequences import widened
+
 
 class RowsLogSoftmax(torch.autograd.Function):
     """Log-probs `[E]`, entropy and logsumexp `[N]` of logits `[E]`; 0 of rows without entries."""
@@ -22,8 +25,8 @@ class RowsLogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor, tokens: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         peak = torch.segment_reduce(z, "max", offsets=offsets, initial=-torch.inf, unsafe=True)
-        peak = peak.masked_fill(peak == -torch.inf, 0.0).double()
-        shifted = z.double() - peak[tokens]
+        peak = widened(peak.masked_fill(peak == -torch.inf, 0.0))
+        shifted = widened(z) - peak[tokens]
         log_total = row_sums(shifted.exp(), offsets)
         log_total = log_total.masked_fill(offsets.diff() == 0, 1.0).log()
         log_p = shifted - log_total[tokens]
@@ -41,11 +44,11 @@ class RowsLogSoftmax(torch.autograd.Function):
         ctx: Any, g: Tensor | None, e: Tensor | None, q: Tensor | None
     ) -> tuple[Tensor, None, None]:
         log_p, entropy, tokens, offsets = ctx.saved_tensors
-        dtype, log_p, entropy = log_p.dtype, log_p.double(), entropy.double()
-        g = torch.zeros_like(log_p) if g is None else g.double()
+        dtype, log_p, entropy = log_p.dtype, widened(log_p), widened(entropy)
+        g = torch.zeros_like(log_p) if g is None else widened(g)
         total = row_sums(g, offsets)
         rest = (total if q is None else total - q)[tokens] - g
-        needed = row_sums((g != 0).double(), offsets) != 0
+        needed = row_sums(widened(g != 0), offsets) != 0
         for x in (e, q):
             needed = needed if x is None else needed | (x != 0)
         if e is not None:

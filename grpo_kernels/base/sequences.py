@@ -54,8 +54,13 @@ class Sequences:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of sums over `x`: float64, except on devices that have none."""
-    return torch.float64 if x.device.type in ("cpu", "cuda", "meta") else x.dtype
+    """The dtype of sums over `x`: float64, or float32 on devices that have none."""
+    return torch.float64 if x.device.type in ("cpu", "cuda", "meta") else torch.float32
+
+
+def widened(x: Tensor) -> Tensor:
+    """The tensor in the dtype of sums over it."""
+    return x.to(wide_dtype(x))
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:

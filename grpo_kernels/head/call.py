@@ -22,6 +22,7 @@ from ..base.checks import (
 from ..base.layout import Layout, check_targets, selected
 from ..kernels import Backend, LogitTransform, select_backend
 from ..kernels.divergences import Divergence
+from .budget import gpu
 from .execution import Execution, check_execution
 from .lm_head import HeadTerm, LMHead, Reference
 
@@ -214,19 +215,23 @@ def _gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype of the operands of GEMMs with the weight.
 
     CUDA tensor cores take bf16 and fp16 operands and give float32. Elsewhere the result would be
-    rounded to the operands' dtype, so they are upcast, a slice of the vocabulary at a time.
-    Autocast asks for its dtype on CUDA; on a CPU it is ignored, to the result's benefit.
+    rounded to the operands' dtype, so they are upcast, a slice of the vocabulary at a time; before
+    Ampere bf16 is, too. Autocast asks for its dtype on CUDA; on a CPU it is ignored, to the
+    result's benefit.
     """
     if hidden.device.type != "cuda" or torch.version.hip is not None:
         return torch.float32
-    if torch.is_autocast_enabled("cuda"):
-        autocast = torch.get_autocast_dtype("cuda")
-        if autocast in (torch.bfloat16, torch.float16):
-            return autocast
-    if hidden.dtype != weight.dtype:
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    if autocast not in (torch.bfloat16, torch.float16):
+        autocast = None
+    if autocast is None and hidden.dtype != weight.dtype:
         _warn_of_float32_products(hidden.dtype, weight.dtype)
         return torch.float32
-    return hidden.dtype
+    dtype = autocast or hidden.dtype
+    if dtype == torch.bfloat16 and gpu(hidden.device).major < 8:
+        _warn_of_emulated_bf16()
+        return torch.float32
+    return dtype
 
 
 @cache
@@ -235,6 +240,16 @@ def _warn_of_float32_products(hidden: torch.dtype, weight: torch.dtype) -> None:
         f"weight: {name_of(hidden)} hidden states and a {name_of(weight)} head are multiplied in "
         "float32, some 15 times slower than in half precision: call under torch.autocast, or cast "
         "one to the dtype of the other",
+        stacklevel=2,
+    )
+
+
+@cache
+def _warn_of_emulated_bf16() -> None:
+    warnings.warn(
+        "weight: bfloat16 is multiplied in float32, some 8 times slower than float16, as this GPU "
+        "has no tensor cores for bfloat16: pass float16 hidden states and head, or call under "
+        "torch.autocast('cuda', torch.float16)",
         stacklevel=2,
     )
 

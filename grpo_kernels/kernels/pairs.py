@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.sequences import widened
 from . import LogitTransform, RowGrads
 from .divergences import Divergence, KLTerm
 from .pair_stats import PairStats
@@ -86,7 +87,7 @@ def pair_stats(
         q = t if store_slopes or not _same_memory(t, ref_raw) else q_buffer
         sums = (*_softmax(z, peak, p, work[0]), *_softmax(t, ref_peak, q, work[0]))
         # Of the sums of exponentials, not of their logarithms with the peaks added.
-        shift = (peak.double() - ref_peak) + (sums[0].double() / sums[2]).log()
+        shift = (widened(peak) - ref_peak) + (widened(sums[0]) / sums[2]).log()
         row_values = peak, ref_peak, *at_places, *sums, shift.float()
         if divergence is not None:
             d.sub_(row_values[-1][:, None])
@@ -112,7 +113,7 @@ def _store(out: PairStats, values: _RowValues, has_target: Tensor) -> None:
         (out.reference_stats, v.ref_peak, v.ref_target_logit, v.ref_total, v.ref_weighted),
     ):
         assert stats.entropy is not None
-        log_total = total.double().log()
+        log_total = widened(total).log()
         logps = (target_logit - peak) - log_total
         stats.logps.copy_(logps.masked_fill(~has_target, -torch.inf))
         stats.logsumexp.copy_(peak + log_total)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ..base.checks import FLOATS, INTEGERS, check_choice, check_number, check_tensor
+from ..base.sequences import widened
 from .config import KL_ESTIMATORS
 from .objective import kl_estimate
 
@@ -101,8 +102,8 @@ def group_advantages(
         )
     if lengths is not None:
         check_tensor("lengths", lengths, shape=rewards.shape[:1], device=rewards.device)
-        lengths = lengths.double()[:, None]
-    values = rewards.detach().double()
+        lengths = widened(lengths)[:, None]
+    values = widened(rewards.detach())
     values = values[:, None] if rewards.ndim == 1 else values  # [B, R]
     factors = _weights(weights, values)
     per_group, overall = _Groups(groups, values), _Groups(max(len(values), 1), values)

@@ -176,7 +176,7 @@ def _commit(scratch: Path, final: Path) -> None:
     """Flushes the files and gives their folder its final name."""
     for path in scratch.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
+            with path.open("r+b") as file:  # Windows flushes none that is open for reading
                 os.fsync(file.fileno())
     # One of the same step is renamed until then; after a kill `latest` names it again.
     before = final.with_name(f".{final.name}.before")

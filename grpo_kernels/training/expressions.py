@@ -14,13 +14,14 @@ import threading
 from functools import cache, lru_cache
 from importlib.util import find_spec
 
-# Limits of a comparison. The time is the processor's: a busy machine changes no reward.
+# Limits of a comparison. The time is the processor's: a busy machine changes no reward. Windows has
+# no clock for that, and limits the time that passes; nor does it limit memory, as macOS does not.
 SECONDS = 5.0
 BYTES = 2 << 30
 
 
 class MathVerify:
-    """math-verify in a process that a timer of its own ends when a comparison takes too long.
+    """math-verify in a process that a timer ends when a comparison takes too long.
 
     Any thread may ask, and no alarm of the caller's is touched. `timed_out` counts the calls that
     had no result, each of them, also where the comparison was known to have none.
@@ -45,15 +46,20 @@ class MathVerify:
 
     def _ask(self, answer: str, right: str) -> bool | None:
         process = self._process = self._process or self._start()
+        timer = threading.Timer(self.seconds, process.kill)
+        if not hasattr(signal, "setitimer"):  # elsewhere the process ends itself
+            timer.start()
         try:
             reply = _exchange(process, json.dumps([right, answer]))
         except BaseException:
             self.close()  # or the next comparison would get the reply to this one
             raise
+        finally:
+            timer.cancel()
         if reply:
             return reply == "True"
         self.close()
-        if process.returncode == -signal.SIGKILL:
+        if process.returncode == -9:  # SIGKILL, which Windows does not name
             raise ChildProcessError("somebody else ended the process")  # who may not the next time
         return None
 
@@ -87,7 +93,7 @@ def _exchange(process: subprocess.Popen[str], line: str = "") -> str:
             process.stdin.write(line + "\n")
             process.stdin.flush()
         return process.stdout.readline().strip()
-    except BrokenPipeError:
+    except OSError:  # BrokenPipeError; on Windows any
         return ""
 
 
@@ -106,15 +112,28 @@ def _math_verify() -> MathVerify:
     return MathVerify()
 
 
-# A forked process starts a worker of its own.
-os.register_at_fork(after_in_child=_math_verify.cache_clear)
+if hasattr(os, "register_at_fork"):  # a forked process starts a worker of its own
+    os.register_at_fork(after_in_child=_math_verify.cache_clear)
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    except (ImportError, OSError, ValueError):  # Windows; macOS, which maps more than that
+        pass
+
+
+def _set_timer(seconds: float) -> None:
+    """Ends the process after so much of the processor's time; 0: never."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _serve(seconds: float) -> None:
     """Compares the pairs of expressions on standard input, one per line."""
     del sys.path[0]  # this folder, whose modules are none of math-verify's
-    import resource
-
     import math_verify
 
     def same(right: str, answer: str) -> bool:
@@ -122,16 +141,17 @@ def _serve(seconds: float) -> None:
         return bool(math_verify.verify(*sides, timeout_seconds=None))
 
     replies, sys.stdout = sys.stdout, sys.stderr
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-    # The signal ends the process, whatever its parent does with it.
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    _limit_memory()
+    if hasattr(signal, "setitimer"):
+        # The signal ends the process, whatever its parent does with it.
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     same("x+1", "1+x")  # the first time loads a parser
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        _set_timer(seconds)
         is_same = same(*json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        _set_timer(0)
         print(is_same, file=replies, flush=True)
 
 

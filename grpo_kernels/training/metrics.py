@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -312,7 +313,7 @@ def support_metrics(sizes: Tensor) -> dict[str, float]:
     """Metrics of the supports of a rollout, of which `sizes` are those of the kept sets."""
     if not len(sizes):
         return {}
-    sizes = sizes.double()
+    sizes = sizes.cpu().double()
     return {
         "support/mean": float(sizes.mean()),
         "support/p99": float(masked_quantile(sizes, torch.ones_like(sizes), 0.99)),
@@ -324,6 +325,13 @@ def peak_memory(device: torch.device) -> int:
     """The most bytes that this process has held so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
+    try:
+        import resource
+    except ImportError:  # Windows
+        from psutil import Process
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = Process().memory_info()
+        return getattr(memory, "peak_wset", memory.rss)
+    # In KiB; in bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -122,7 +122,9 @@ def largest(accelerator: Accelerator, numbers: list[int]) -> list[int]:
 
 def mixed_precision(config: TrainingConfig) -> str:
     """The precision of autocast: `"bf16"` or `"no"`."""
-    low = config.dtype != "fp32" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    low = config.dtype != "fp32" and torch.cuda.is_available()
+    # Before Ampere bf16 is emulated, slower than float32.
+    low = low and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if low else "no"
 
 

@@ -158,8 +158,11 @@ def _explanations(folder: Path) -> str:
 
 
 def _name_of(device: torch.device) -> str:
+    module = torch.get_device_module(device)
+    if hasattr(module, "get_device_name"):
+        return str(module.get_device_name(device))
     if device.type != "cpu":
-        return str(torch.get_device_module(device).get_device_name(device))
+        return device.type  # Apple's, whose module knows no names
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((x.partition(": ")[2] for x in lines if x.startswith("model name")), "CPU")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from triton.runtime.jit import KernelInterface
 
 CUDA = torch.device("cuda", 0)
 Answer = Callable[[Tensor], Tensor] | Sequence[int]
@@ -53,8 +52,8 @@ class OnCUDA(Tensor):
         gpu = next(x.gpu for x in _tensors((args, kwargs)) if isinstance(x, OnCUDA))
         return gpu.__torch_dispatch__(func, types, args, kwargs)
 
-    device = property(lambda self: CUDA)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    device = property(lambda self: self.gpu.device)  # type: ignore[assignment]
+    is_cuda = property(lambda self: self.device.type == "cuda")  # type: ignore[assignment]
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
 
     def data_ptr(self) -> int:
@@ -91,7 +90,7 @@ class EmulatedCUDA(TorchDispatchMode):
     of `tests.ptx`. `major`: the compute capability.
     """
 
-    holds = torch.device("cpu")
+    holds, device = torch.device("cpu"), CUDA
 
     def __init__(self, major: int = 9) -> None:
         super().__init__()
@@ -108,9 +107,12 @@ class EmulatedCUDA(TorchDispatchMode):
         to = Tensor.to
         patch.setattr(Tensor, "to", lambda x, *places, **how: to(x, *map(_numbered, places), **how))
         patch.setattr(Tensor, "cuda", lambda x, *_: to(x, CUDA))
-        # `kernel[grid]` returns what launches the kernel.
-        launch = self.launch
-        patch.setattr(KernelInterface, "__getitem__", lambda *where: partial(launch, *where))
+        with suppress(ImportError):  # macOS and Windows have no Triton
+            from triton.runtime.jit import KernelInterface
+
+            # `kernel[grid]` returns what launches the kernel.
+            launch = self.launch
+            patch.setattr(KernelInterface, "__getitem__", lambda *where: partial(launch, *where))
         # `torch.tensor(values, device=)` makes a tensor on the CPU, and copies it.
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
@@ -152,7 +154,7 @@ class EmulatedCUDA(TorchDispatchMode):
         name, on_cuda = func.name().removeprefix("aten::"), bool(ours)
         if kwargs.get("device") is not None:
             # C++ asks for the CPU where its operands are: what leaves CUDA takes `OnCUDA.cpu`.
-            on_cuda |= torch.device(kwargs["device"]).type == "cuda"
+            on_cuda |= torch.device(kwargs["device"]).type == self.device.type
             kwargs = {**kwargs, "device": self.holds if on_cuda else kwargs["device"]}
         elif name.startswith("copy_") and inputs:
             on_cuda = isinstance(inputs[0], OnCUDA)
@@ -179,6 +181,18 @@ class EmulatedCUDA(TorchDispatchMode):
             return known[id(x)] if id(x) in known else OnCUDA(x, self) if on_cuda else x
 
         return tree_map(placed, out)
+
+
+class EmulatedMPS(EmulatedCUDA):
+    """Runs what is inside on tensors of an Apple GPU, which has no float64."""
+
+    device = torch.device("mps", 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if any(isinstance(x, OnCUDA) and x.dtype == torch.float64 for x in _tensors(out)):
+            raise TypeError(f"{func}: MPS has no float64")
+        return out
 
 
 class CountedCUDA(EmulatedCUDA):
@@ -233,7 +247,8 @@ class CountedCUDA(EmulatedCUDA):
 
 
 def _numbered(x: Any) -> Any:
-    return CUDA if isinstance(x, (str, torch.device)) and torch.device(x).type == "cuda" else x
+    kind = torch.device(x).type if isinstance(x, (str, torch.device)) else None
+    return torch.device(kind, 0) if kind in ("cuda", "mps") else x
 
 
 def _half_product(name: str, args: list[Any], options: dict[str, Any]) -> Tensor:

@@ -5,12 +5,16 @@ from itertools import product
 from typing import Any
 
 import pytest
-from triton.runtime import JITFunction
 
-from grpo_kernels.kernels.triton_logits import token_stats_kernel
+try:
+    from triton.runtime import JITFunction
 
-# Triton's interpreter cuts digits off where bfloat16 is stored, garbles float64 and is slow.
-INTERPRETED = not isinstance(token_stats_kernel, JITFunction)
+    from grpo_kernels.kernels.triton_logits import token_stats_kernel
+except ImportError:  # neither compiled nor interpreted: macOS, Windows
+    INTERPRETED = True
+else:
+    # Triton's interpreter cuts digits off where bfloat16 is stored, garbles float64 and is slow.
+    INTERPRETED = not isinstance(token_stats_kernel, JITFunction)
 
 
 def cases(*axes: Iterable[Any], fast: Callable[..., bool]) -> list:

@@ -5,13 +5,16 @@ In processes of their own, as the kernels of this one are the interpreter's.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 from benchmarks import compile_sass
-from benchmarks.compile_report import differences, section_of, with_section
+from benchmarks.compile_report import ARCHITECTURES, differences, section_of, with_section
 
 SETUP = """
 import sys
@@ -41,14 +44,15 @@ def run(code, *args, status=0):
 def test_table(tmp_path):
     """Compiles one configuration per kernel; `make compile-report` compiles all."""
     out = tmp_path / "compile.md"
-    table = run("", "--arch", "sm_80", "gfx942", "--markdown", str(out))
-    # Aligned, unaligned, and with one of two strides of any size; of the policy loss nothing is
-    # compiled anew for what 16 divides.
+    table = run("", "--arch", "sm_75", "sm_80", "gfx942", "--markdown", str(out))
+    # Aligned, unaligned, and with one of two strides of any size, which sm_75 does without; of the
+    # policy loss nothing is compiled anew for what 16 divides.
     names = ("token_stats", "logit_grads", "entry_dots", "segment_sums", "part_sums")
     builds = dict.fromkeys(names, 4) | {"sum_parts": 2, "policy_loss": 1}
     for kernel, count in builds.items():
         for arch in ("sm_80", "gfx942"):
             assert f"| {kernel}_kernel | {arch} | {count} |" in table
+        assert f"| {kernel}_kernel | sm_75 | {min(count, 2)} |" in table
     assert table.strip().split("\n", 1)[1] in out.read_text()
 
 
@@ -94,6 +98,11 @@ FAILURES = {
     "hidden_nan": (
         "[judged(0, 0, 'min.f32 %f1')] * (not judged(0, 0, 'max.NaN.f32 %f1'))", "hides NaN"
     ),
+    # Each of the selects that sm_75 has beside minima and maxima.
+    "hidden_nan_before_sm_80": (
+        "[min(judged(0, 0, old.replace(x, '')) for x in selects)] * (not judged(0, 0, old))",
+        "hides NaN",
+    ),
     "stack": ("[judged(48, 0)]", "48 bytes of stack"),
     "spills_in_a_loop": (
         "[judged(8, 3)] * (not (judged(0, 0) or judged(16, 2)))", "3 times used in an innermost"
@@ -104,12 +113,15 @@ FAILURES = {
     ),
 }  # fmt: skip
 FINDING = """
-import json
+import json, re
 from contextlib import ExitStack
 from unittest import mock
 
-budgets, report_judged, loops = sass.budgeted(), report.judged, sass.innermost_loops
+budgets = sass.budgeted(report.ARCHITECTURES["sm_90"].half)
+report_judged, loops = report.judged, sass.innermost_loops
 tiny_chip = replace(report.ARCHITECTURES["sm_90"], shared_kib=0)
+old = report.compiled(of["policy_loss"], "sm_75").asm["ptx"]
+selects = re.findall("selp.f32 .*7FC00000.*", old)
 
 def judged(stack, in_loops, ptx=None):
     usage = report.Usage(8, 0, stack, 0, spilled_in_loops=in_loops)
@@ -125,7 +137,7 @@ def problems(launches=(), budget=None, budgeted=None, names=None, items=None):
     launches = [of[x] if isinstance(x, str) else x for x in launches]
     budgeted = {budget: budgets[budget]} if budget else budgeted or {}
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sass, "budgeted", lambda: budgeted))
+        stack.enter_context(mock.patch.object(sass, "budgeted", lambda half: budgeted))
         if names:
             stack.enter_context(mock.patch.object(*names))
         if items:
@@ -143,7 +155,9 @@ def test_finds():
     problems = json.loads(run(FINDING, codes))
     for failure, (_, expected) in FAILURES.items():
         assert expected in "\n".join(problems[failure]), failure
-    errors = run("few[:] = [of['policy_loss']]\nsass.budgeted = dict", "--arch", "sm_90", status=1)
+    errors = run(
+        "few[:] = [of['policy_loss']]\nsass.budgeted = lambda half: {}", "--arch", "sm_90", status=1
+    )
     assert "FAILED sum_parts_kernel: no launch covered" in errors
 
 
@@ -172,10 +186,15 @@ def test_innermost_loops_are_read():
         other_stores=1, loaded_bytes=48, spilled=1,
     )  # fmt: skip
     launch = SimpleNamespace(kernel="", constants=[("BLOCK_V", 2048)], num_warps=8)
-    problems = " ".join(compile_sass.problems_of("one sweep", launch, [loop]))
+    problems = " ".join(compile_sass.problems_of("one sweep", launch, [loop], "sm_80"))
     assert "1 shuffles" in problems and "1 stores in its loop that are not vectors" in problems
     # Unrolled: twelve logits, where a block has eight per thread.
     assert compile_sass.logits_per_thread(launch, loop) == 12
+    # sm_75 has budgets of its own.
+    slow = loop._replace(instructions=13 * 12, shuffles=0, other_stores=0)
+    assert compile_sass.problems_of("token_stats", launch, [slow], "sm_75") == []
+    (problem,) = compile_sass.problems_of("token_stats", launch, [slow], "sm_80")
+    assert "13.0 instructions per logit, of 12, on sm_80" in problem
 
 
 def test_a_table_that_is_not_the_stored_one_is_seen():
@@ -187,6 +206,15 @@ def test_a_table_that_is_not_the_stored_one_is_seen():
     changed = with_section(page, "3.7.1", "newer")
     assert section_of(changed, "3.7.1").split() == ["##", "Triton", "3.7.1", "newer"]
     assert section_of(changed, "3.6.0") == section_of(page, "3.6.0") != ""
+
+
+def test_the_page_has_each_gpu_and_its_half_precision():
+    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text().split("## Which GPUs")[1]
+    rows = re.findall(r"^\| (\w+): .* \| (.*?) \|$", page, re.M)
+    assert [name for name, _ in rows] == list(ARCHITECTURES)
+    for name, half in rows:
+        nvidia = ARCHITECTURES[name].backend == "cuda"
+        assert half.startswith("bf16") == (nvidia and ARCHITECTURES[name].half == torch.bfloat16)
 
 
 def test_every_pair_of_options_of_the_kernels_is_launched():

@@ -1,10 +1,13 @@
 """The doctor's verdict on a machine that is well, and on ones that are not."""
 
+import platform
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo_kernels import doctor
+from tests.helpers.fake_cuda import EmulatedCUDA, EmulatedMPS
 
 tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -19,6 +22,38 @@ def test_all_is_well(capsys):
     for dtype in ("float32", "bfloat16", "float16"):
         for call in doctor.CALLS:
             assert any(dtype in line and call in line for line in output.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("major", "hip", "expected"),
+    (
+        (7, None, "; half precision: float16 (bfloat16 is emulated)"),
+        (8, None, "; half precision: bfloat16, float16"),
+        (9, "6.4", ""),  # where the library multiplies float32
+    ),
+)
+def test_half_precision_that_a_gpu_is_fast_in(major, hip, expected, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with EmulatedCUDA(major=major):
+        assert doctor.half_precision(torch.device("cuda")) == expected
+    assert doctor.half_precision(torch.device("cpu")) == ""
+
+
+def test_an_apple_gpu_takes_torch_and_has_no_name(monkeypatch):
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    cpu, mps = doctor.devices()
+    assert (cpu.type, mps.type) == ("cpu", "mps")
+    assert doctor.device_name(mps) in (platform.processor(), platform.machine())
+    assert doctor.backend_of(mps) == "torch, which is slower (Triton does not compile for it)"
+
+
+@pytest.mark.parametrize("dtype", doctor.GRADIENT_TOLERANCE, ids=str)
+@pytest.mark.parametrize("call", doctor.CALLS)
+def test_calls_on_a_gpu_without_float64(call, dtype, real_memory):
+    """The torch backend on Apple's, whose tensors hold values on the CPU here."""
+    with EmulatedMPS():
+        line, problem = doctor.check_call(call, dtype, torch.device("mps"))
+    assert problem is None and line.endswith("ok"), problem
 
 
 def broken(out):
