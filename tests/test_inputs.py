@@ -313,9 +313,7 @@ GOOD = {
     "linear_logprobs#entries": {**HEAD, "targets": None, "support": SUPPORT, "entries": True},
     "grpo_loss": {"logps": LOGPS, **CONSTANTS, "entropy": LOGPS},
     "selective_log_softmax": {"logits": torch.randn(B, T, V), **IDS_0, "temperature": 1.0},
-    "group_advantages": {
-        "rewards": torch.randn(4), "groups": 2, "lengths": torch.ones(4), "baseline": "length",
-    },
+    "group_advantages": {"rewards": torch.randn(4), "groups": 2},
     "per_token_kl": {"logps": LOGPS, "ref_logps": LOGPS, **MASK},
     "topk_kl": {"logps": LOGPS, "teacher_logps": LOGPS},
     "topk_kl#offsets": {
