@@ -95,7 +95,6 @@ WRONG_TYPES = (
     (r"low_rank\[0\]: expected dtype .* got float64", {"low_rank": (A.double(), LORA_B)}),
     ("capturable: expected a bool; got 'yes'", {"capturable": "yes"}),
     ("batch_invariant: expected a bool; got 1", {"batch_invariant": 1}),
-    ("matmul: expected a function of two tensors", {"matmul": "mm"}),
 )  # fmt: skip
 WRONG_VALUES = (
     (r"hidden: expected shape \[B, T, H\] or \[N, H\]; got \[4\]", {"hidden": torch.zeros(H)}),

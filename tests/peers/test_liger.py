@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.batches import clean, make_batch, relative_error
+from tests.helpers.head_options import watch_products
 
 pytest.importorskip("liger_kernel", reason="needs the extra 'test'")
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
 from grpo_kernels import GRPOLossConfig, reference
 from grpo_kernels.head.execution import Execution
+from grpo_kernels.head.products import INVARIANT_ROWS
 from grpo_kernels.integrations import patching
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss, patch_liger
 from grpo_kernels.integrations.verl import linear_cross_entropy
@@ -145,15 +147,15 @@ def test_where_liger_is_wrong(loss_type):
     assert relative_error(theirs["weight"], weight.grad) > 1e-2
 
 
-def test_half_precision_and_the_execution():
+def test_half_precision_and_the_execution(monkeypatch):
     """Gradients are bf16's, near those of the same inputs in float32."""
     options = {"beta": 0.0, "use_ref_model": False}
     batch = make_batch(B=4, T=9)
     head = {"hidden": batch.hidden.nan_to_num().bfloat16(), "weight": batch.weight.bfloat16()}
-    product = MagicMock(side_effect=lambda a, b: a.float() @ b.float())
-    module = FusedLinearGRPOLoss(execution=Execution(matmul=product), **options)
+    watch_products(monkeypatch, product := MagicMock(wraps=torch.mm))
+    module = FusedLinearGRPOLoss(execution=Execution(batch_invariant=True), **options)
     _, (clipped,), grads = run(module, batch, {**head, "bias": None}, {})
-    assert product.called
+    assert {len(call.args[0]) for call in product.mock_calls} == {INVARIANT_ROWS}
     assert clipped == 0 and grads["weight"].dtype == torch.bfloat16
     wide = {name: x.float() for name, x in head.items()}
     _, _, expected = run(FusedLinearGRPOLoss(**options), batch, {**wide, "bias": None}, {})

@@ -21,6 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from grpo_kernels.head.execution import Execution
+from grpo_kernels.head.products import INVARIANT_ROWS
 from grpo_kernels.integrations import trl_exact_kl
 from grpo_kernels.integrations.patching import is_ours
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
@@ -33,6 +34,7 @@ from grpo_kernels.integrations.trl_versions import (
     check_version,
 )  # fmt: skip
 from grpo_kernels.loss.losses import Clip
+from tests.helpers.head_options import watch_products
 from tests.helpers.trl_runs import TWICE, assert_same_run, assert_same_training, trained
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -143,11 +145,10 @@ def test_the_same_run(case, tmp_path):
         ({"top_entropy_quantile": 0.4}, 3),
     ),
 )
-def test_logits_are_made_once_where_the_loss_is_of_tokens(options, products, tmp_path):
+def test_logits_are_made_once_where_the_loss_is_of_tokens(options, products, tmp_path, monkeypatch):
     """The head's products: logits, again where need be, and the gradient of the states."""
-    product = MagicMock(wraps=torch.mm)
-    execution = Execution(matmul=product)
-    losses, *_ = trained(FusedGRPOTrainer, tmp_path, execution=execution, max_steps=1, **options)
+    watch_products(monkeypatch, product := MagicMock(wraps=torch.mm))
+    losses, *_ = trained(FusedGRPOTrainer, tmp_path, max_steps=1, **options)
     assert product.call_count == products * len(losses)
 
 
@@ -258,7 +259,7 @@ def test_ratios_of_equal_weights_are_exactly_1(size, tmp_path):
     assert len(outside) >= 3 and not any(outside)
 
 
-def test_patched(tmp_path):
+def test_patched(tmp_path, monkeypatch):
     theirs = trained(GRPOTrainer, tmp_path / "a")
     original = GRPOTrainer._compute_loss
     with patch_trl():
@@ -267,9 +268,10 @@ def test_patched(tmp_path):
         with pytest.raises(RuntimeError, match=r"is patched already: call undo\(\)"):
             patch_trl()
     assert GRPOTrainer._compute_loss is original and not is_ours(GRPOTrainer.__init__)
-    patched = patch_trl(execution=Execution(matmul=(product := MagicMock(wraps=torch.mm))))
+    patched = patch_trl(execution=Execution(batch_invariant=True))
+    watch_products(monkeypatch, product := MagicMock(wraps=torch.mm))
     assert_same_run(trained(GRPOTrainer, tmp_path / "c"), theirs)
-    assert product.called
+    assert {len(call.args[0]) for call in product.mock_calls} == {INVARIANT_ROWS}
     patched.undo()
     patched.undo()
     assert GRPOTrainer._compute_loss is original
