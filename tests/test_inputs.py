@@ -16,8 +16,10 @@ from grpo_kernels import (
     Reference,
     Support,
     grpo_loss,
+    reference,
     selective_log_softmax,
 )
+from grpo_kernels.explain import explain
 from tests.helpers.batches import EXECUTION_FIELDS, HEAD_FIELDS, called
 from tests.helpers.quantised import Quantised
 
@@ -135,6 +137,12 @@ WRONG_VALUES = (
      {"ce_weights": torch.full((B, T), -INF), **NO_MASK}),
     (r"targets: expected ids in \[0, 7\) at unmasked positions; got ids .*\(2 of them\)",
      {"ce_weights": torch.tensor([[0.1, 0.0, 0.0]] * B), "mask": torch.zeros(B, T), **NOT_IDS}),
+    (r"advantages: expected finite numbers at unmasked positions; got NaN or inf.*\(2 of them\)",
+     {"advantages": torch.tensor([0.0, NAN]), "mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}),
+    (r"advantages: expected finite numbers at unmasked positions; got .*tokens \(5 of them\)",
+     {"advantages": torch.tensor([[NAN, INF, 1.0], [-INF] * 3]), **NO_MASK}),
+    (r"advantages: expected finite numbers .* \(6 of them\)",
+     {"advantages": torch.full((B,), INF), **NO_MASK, "capturable": True}),
     (r"bias: expected shape \[7\]; got \[4\]", {"bias": torch.zeros(H)}),
     (r"bias: expected more than -inf at every unmasked target; .* -inf: .*\(6 of them\)",
      {"bias": BANS_0, **IDS_0}),
@@ -196,6 +204,32 @@ def test_refuses(call, error, message, changes):
     arguments = arguments_of(call, **changes)
     with pytest.raises(error, match=f"^{message}"):
         called(grpo_kernels, call, arguments)
+
+
+@pytest.mark.parametrize("name", ("fused_grpo_loss", "grpo_loss"))
+@pytest.mark.parametrize("library", (grpo_kernels, reference), ids=lambda x: x.__name__)
+def test_an_advantage_that_is_no_number_is_masked_or_refused(library, name):
+    """That of a sequence without an unmasked token counts for nothing."""
+    mask, results = torch.tensor([[1, 1, 1], [0, 0, 0]]), []
+    for last in (0.0, NAN):
+        arguments = arguments_of(name, mask=mask)
+        first = next(iter(arguments.keys() & {"hidden", "logps"}))
+        g = torch.Generator().manual_seed(0)
+        leaf = arguments[first] = torch.randn(arguments[first].shape, generator=g).requires_grad_()
+        arguments["advantages"] = torch.tensor([2.0, last])
+        if name == "fused_grpo_loss":
+            arguments["weight"] = torch.randn(V, H, generator=g)
+        called(library, name, arguments).loss.backward()
+        results.append(leaf.grad)
+    assert torch.equal(*results) and results[0][0].abs().min() > 0
+    with pytest.raises(ValueError, match=r"^advantages: expected finite .* \(1 of them\)"):
+        called(library, name, arguments | {"mask": torch.tensor([[1, 1, 1], [0, 1, 0]])})
+
+
+def test_explain_refuses_an_advantage_that_is_no_number():
+    out = grpo_loss(LOGPS, torch.ones(B))
+    with pytest.raises(ValueError, match=r"^advantages: expected finite .* \(3 of them\)"):
+        explain(out, None, torch.tensor([1.0, INF]))
 
 
 def test_every_case_is_tried():

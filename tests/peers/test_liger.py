@@ -174,6 +174,15 @@ def test_log_probs_win_over_states_of_the_reference():
     assert torch.equal(loss, expected)
 
 
+def test_advantages_are_numbers():
+    batch = make_batch(B=4, T=9)
+    call = (batch.hidden.nan_to_num(), batch.weight, batch.targets.clamp(min=0), batch.mask)
+    with pytest.raises(ValueError, match=r"^advantages: expected finite numbers at unmasked"):
+        FusedLinearGRPOLoss(beta=0.0, use_ref_model=False)(
+            *call, torch.tensor([1.0, -1.0, torch.nan, 0.5])
+        )
+
+
 def test_verl_s_reductions():
     """Reductions are those of the log-probs; the ranks' tests check gradients."""
     batch = make_batch()

@@ -410,6 +410,12 @@ def test_the_execution(monkeypatch):
     assert not any(len(call.args[0]) == INVARIANT_ROWS for call in product.mock_calls)
 
 
+def test_advantages_are_numbers():
+    _, call = with_head()
+    with pytest.raises(ValueError, match=r"^advantages: expected finite numbers at unmasked"):
+        call(Objective(ADVANTAGES.clone().index_fill(0, torch.tensor([0]), torch.nan)))
+
+
 def test_bf16_with_a_float32_head():
     model, call = with_head(family_model("llama").bfloat16(), float32=True, check=False)
     inputs, labels = batch_of()
