@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,15 +12,19 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import grpo_kernels
 from grpo_kernels import (
+    Execution,
     GRPOLossConfig,
     LMHead,
     Reference,
     Support,
+    VocabRanks,
     grpo_loss,
     reference,
     selective_log_softmax,
 )
-from grpo_kernels.explain import explain
+from grpo_kernels.explain import Thresholds, explain
+from grpo_kernels.loss.losses import Clip
+from grpo_kernels.training import TrainingConfig
 from tests.helpers.batches import EXECUTION_FIELDS, HEAD_FIELDS, called
 from tests.helpers.quantised import Quantised
 
@@ -209,7 +214,7 @@ def test_refuses(call, error, message, changes):
 @pytest.mark.parametrize("name", ("fused_grpo_loss", "grpo_loss"))
 @pytest.mark.parametrize("library", (grpo_kernels, reference), ids=lambda x: x.__name__)
 def test_an_advantage_that_is_no_number_is_masked_or_refused(library, name):
-    """That of a sequence without an unmasked token counts for nothing."""
+    """A sequence without an unmasked token counts for nothing, whatever its advantage is."""
     mask, results = torch.tensor([[1, 1, 1], [0, 0, 0]]), []
     for last in (0.0, NAN):
         arguments = arguments_of(name, mask=mask)
@@ -256,6 +261,105 @@ def test_triton_on_a_cpu_says_what_it_needs(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="backend: 'triton' needs a GPU, or TRITON_INTERPRET=1"):
         grpo_loss(torch.zeros(B, T), torch.ones(B), backend="triton")
+
+
+def numbers_of(options, integers=()):
+    """The options as numbers of NumPy: scalars of two widths, and 0-d arrays."""
+    for real, whole in ((np.float32, np.int64), (np.float64, np.int32), (np.array, np.array)):
+        yield {k: (whole if k in integers else real)(x) for k, x in options.items()}
+
+
+LOSS_NUMBERS = {
+    "beta": 0.5, "epsilon": 0.25, "epsilon_high": 0.5, "delta": 1.75, "kl_clamp": 2.0,
+    "top_entropy_quantile": 0.5, "entropy_threshold": 1.0, "off_policy_threshold": 0.5,
+    "is_clip_max": 2.0, "is_clip_min": 0.5, "max_completion_length": 3,
+}  # fmt: skip
+CORRECTED = {"loss_type": "dr_grpo", "is_correction": "token_mask"}
+# Objects whose fields are numbers: their class, other options, numbers, and which are whole.
+OBJECTS = {
+    "GRPOLossConfig": (GRPOLossConfig, CORRECTED, LOSS_NUMBERS, {"max_completion_length"}),
+    "dapo": (GRPOLossConfig, {}, {"dual_clip": 4.0, "entropy_coef": 0.25}, ()),
+    "cispo": (GRPOLossConfig, {"loss_type": "cispo"}, {"epsilon_high": 4.0}, ()),
+    "vespo": (GRPOLossConfig, {"loss_type": "vespo"}, {"vespo_k_pos": 1.5}, ()),
+    "LMHead": (
+        partial(LMHead, torch.ones(V, H)), {},
+        {"logit_scale": 0.5, "softcap": 8.0, "temperature": 0.75}, (),
+    ),
+    "VocabRanks": (VocabRanks, {}, {"start": 4}, {"start"}),
+    "Execution": (Execution, {}, {"chunk_bytes": 4096}, {"chunk_bytes"}),
+    "Thresholds": (Thresholds, {}, {"long": 4.0, "tokens": 0.5}, ()),
+    "TrainingConfig": (
+        partial(TrainingConfig, model="m"), {"rewards": ["answer"]},
+        {"steps": 3, "learning_rate": 0.5, "epsilon": 0.25, "temperature": 0.75, "top_k": 5},
+        {"steps", "top_k"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_numbers_of_numpy_become_python_s(name):
+    kind, chosen, options, integers = OBJECTS[name]
+    expected = kind(**chosen, **options)
+    for numbers in numbers_of(options, integers):
+        actual = kind(**chosen, **numbers)
+        for field, x in options.items():
+            assert getattr(actual, field) == x and type(getattr(actual, field)) is type(x), field
+        assert repr(actual) == repr(expected)
+    for field in options:
+        with pytest.raises((TypeError, ValueError), match=field):
+            kind(**chosen, **options | {field: np.bool_(True)})
+
+
+def test_numbers_of_numpy_in_lists_and_in_a_loss():
+    config = TrainingConfig(
+        model="m", rewards=["answer", "format"], reward_weights=[np.float32(0.5), np.array(2)]
+    )
+    assert repr(config.reward_weights) == "[0.5, 2]"
+    loss = GRPOLossConfig(loss_type=Clip(epsilon=np.float32(0.25), delta=np.array(1.5))).loss
+    assert repr([loss.epsilon, loss.delta]) == "[0.25, 1.5]"
+
+
+LOGITS, REWARDS = torch.linspace(-2, 2, B * T * V).view(B, T, V), torch.tensor([1.0, 0.0, 3.0, 2.0])
+# Calls with numbers: the call, its numbers, and which of them are whole.
+WITH_NUMBERS = {
+    "grpo_loss": (lambda **n: grpo_loss(LOGPS, torch.ones(B), **n).loss, {"num_items": 4.0}, ()),
+    "reference": (
+        lambda **n: reference.grpo_loss(LOGPS, torch.ones(B), **n).loss, {"num_items": 4},
+        {"num_items"},
+    ),
+    "selective_log_softmax": (
+        partial(selective_log_softmax, LOGITS, **IDS_0), {"temperature": 0.5}, ()
+    ),
+    "group_advantages": (
+        partial(grpo_kernels.group_advantages, REWARDS), {"groups": 2, "eps": 0.25}, {"groups"}
+    ),
+    "per_token_kl": (
+        partial(grpo_kernels.per_token_kl, LOGPS, 3 * LOGPS), {"clamp": 0.5}, ()
+    ),
+    "topk_kl": (
+        partial(grpo_kernels.topk_kl, LOGPS, 2 * LOGPS, direction="jsd"), {"beta": 0.25}, ()
+    ),
+    "fused_distillation_loss": (
+        lambda **n: grpo_kernels.fused_distillation_loss(
+            LOGITS, torch.eye(V), Reference(LOGITS.flip(-1), torch.eye(V)), kind="jsd", **n
+        ).loss, {"beta": 0.25, "num_items": 4.0}, (),
+    ),
+    "explain": (
+        lambda **n: torch.tensor([x["group"] for x in explain(
+            grpo_loss(LOGPS, torch.ones(B)), None, torch.ones(B), **n
+        ).sequences]), {"groups": 1}, {"groups"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+def test_a_call_takes_numbers_of_numpy(name):
+    call, options, integers = WITH_NUMBERS[name]
+    expected = call(**options)
+    assert expected.abs().sum() > 0
+    for numbers in numbers_of(options, integers):
+        actual = call(**numbers)
+        assert torch.equal(actual, expected) and actual.dtype == expected.dtype
 
 
 class Plain(torch.Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..base.checks import check_bool, check_choice
+from ..base.checks import check_bool, check_choice, plain_numbers
 from ..kernels import BACKENDS
 
 
@@ -42,6 +42,7 @@ class Execution:
     keep_gradients: bool = True
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         check_choice("backend", self.backend, BACKENDS)
         size = self.chunk_bytes
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.checks import as_number
 from ..head.lm_head import Support
 
 try:
@@ -58,6 +59,7 @@ class SupportRecorder(LogitsProcessor):
         top_p: float | None = 1.0,
         min_p: float | None = None,
     ) -> None:
+        temperature, top_k, top_p, min_p = map(as_number, (temperature, top_k, top_p, min_p))
         self._warpers: list[Any] = []
         if temperature != 1.0:
             self._warpers.append(TemperatureLogitsWarper(float(temperature)))

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..base.checks import FLOATS, INTEGERS, check_choice, check_number, check_tensor
+from ..base.checks import FLOATS, INTEGERS, as_number, check_choice, check_number, check_tensor
 from .config import KL_ESTIMATORS
 from .objective import kl_estimate
 
@@ -74,7 +74,7 @@ def group_advantages(
         raise ValueError(f"rewards: expected shape [B] or [B, R]; got {list(rewards.shape)}")
     check_choice("scale", scale, SCALES)
     check_choice("aggregation", aggregation, REWARD_AGGREGATIONS)
-    check_number("eps", eps, "> 0")
+    eps = check_number("eps", eps, "> 0")
     if aggregation == "normalize_then_sum" and scale != "group":
         raise ValueError(
             f"scale={scale!r} does not work with aggregation='normalize_then_sum', which divides "
@@ -133,7 +133,7 @@ def per_token_kl(
     check_tensor("ref_logps", ref_logps, shape=logps.shape, dtypes=FLOATS, device=logps.device)
     check_choice("estimator", estimator, KL_ESTIMATORS)
     if clamp is not None:
-        check_number("clamp", clamp, "> 0")
+        clamp = check_number("clamp", clamp, "> 0")
     dtype = torch.promote_types(torch.float32, logps.dtype)
     d = ref_logps.to(dtype) - logps.to(dtype)
     if mask is not None:
@@ -164,7 +164,7 @@ class _Groups:
     """Statistics over groups, each given back to every member; NaN values take no part."""
 
     def __init__(self, groups: object, values: Tensor) -> None:
-        B = values.shape[0]
+        B, groups = values.shape[0], as_number(groups)
         if isinstance(groups, Tensor):
             check_tensor("groups", groups, shape=(B,), dtypes=INTEGERS, device=values.device)
             self.ids = groups.unique(return_inverse=True)[1]

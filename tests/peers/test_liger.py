@@ -7,6 +7,7 @@ from importlib import metadata
 from types import ModuleType
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -172,6 +173,22 @@ def test_log_probs_win_over_states_of_the_reference():
     with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
         loss, _ = module(*call, ref_per_token_logps=logps, ref_input=states, ref_weight=weight)
     assert torch.equal(loss, expected)
+
+
+@pytest.mark.parametrize("real", (np.float32, np.array))
+def test_numbers_of_numpy(real):
+    batch = make_batch(B=4, T=9)
+    head = {"hidden": batch.hidden.nan_to_num(), "weight": batch.weight, "bias": None}
+    options = {"epsilon_low": 0.25, "epsilon_high": 0.5, "delta": 1.75, "temperature": 0.5}
+    modules = (
+        FusedLinearGRPOLoss(beta=beta, use_ref_model=False, **numbers)
+        for beta, numbers in ((0.0, options), (real(0.0), {k: real(x) for k, x in options.items()}))
+    )
+    expected, actual = (run(module, batch, head, {}) for module in modules)
+    assert torch.equal(actual[0], expected[0]) and expected[0] != 0
+    assert torch.equal(actual[2]["weight"], expected[2]["weight"])
+    args = head["hidden"], batch.weight, batch.targets.clamp(min=0)
+    assert torch.equal(*(linear_cross_entropy(*args, x)[0] for x in (0.5, real(0.5))))
 
 
 def test_advantages_are_numbers():

@@ -5,6 +5,7 @@ import inspect
 import math
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -408,6 +409,21 @@ def test_the_execution(monkeypatch):
     torch.testing.assert_close(other, loss)
     assert product.called
     assert not any(len(call.args[0]) == INVARIANT_ROWS for call in product.mock_calls)
+
+
+@pytest.mark.parametrize("kinds", ((np.float32, np.int64), (np.array, np.array)), ids=str)
+def test_numbers_of_numpy(kinds):
+    real, whole = kinds
+    expected, actual = (
+        with_head(temperature=first)[1](
+            Objective(ADVANTAGES, temperature=second, num_items=items), logits_to_keep=keep
+        )
+        for first, second, items, keep in (
+            (0.5, 0.75, 7, T), (real(0.5), real(0.75), whole(7), whole(T)),
+        )
+    )  # fmt: skip
+    assert torch.equal(actual.loss, expected.loss) and torch.equal(actual.logps, expected.logps)
+    assert expected.loss != 0 and actual.logps.shape[1] == T
 
 
 def test_advantages_are_numbers():
