@@ -1,9 +1,9 @@
 """Checks of tensors, at once, and of values on the device, all in one transfer.
 
-Shapes, dtypes and devices are known on the host. Values (target ids, masks that are not 0 or 1,
-`cu_seqlens`) live on the device, where reading them synchronizes; `ValueChecks` gathers those
-questions, so that a call that reads its row counts anyway asks them in the same transfer, and a
-call that reads nothing asserts them on the device.
+Shapes, dtypes and devices are known on the host. Values (target ids, NaN advantages, masks that are
+not 0 or 1, `cu_seqlens`) live on the device, where reading them synchronizes; `ValueChecks` gathers
+those questions, so that a call that reads its row counts anyway asks them in the same transfer, and
+a call that reads nothing asserts them on the device.
 """
 
 from __future__ import annotations
