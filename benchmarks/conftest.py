@@ -66,7 +66,7 @@ def pytest_benchmark_group_stats(config: pytest.Config) -> Generator[None, list[
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Prints time and memory beside eager's and the bare GEMMs."""
+    """Prints time and memory beside eager's and the bare GEMMs, and the largest error."""
     for name, rows in config.stash.get(GROUPS, []):
         # Rows of the run compared with have a path.
         by_name = {r["extra_info"].get("contender"): r for r in rows if r["path"] is None}
@@ -74,11 +74,17 @@ def pytest_terminal_summary(
         base = measured.get(BASELINE)
         terminalreporter.write_line(f"\n{name}")
         terminalreporter.write_line(
-            f"{'':22}{'seconds':>8} {'x eager':>8} {'x GEMMs':>8} {'peak MiB':>9} {'x eager':>8}"
+            f"{'':22}{'seconds':>8} {'x eager':>8} {'x GEMMs':>8} {'peak MiB':>9} {'x eager':>8} "
+            f"{'error':>8}"
         )
         for contender, row in measured.items():
             peak, line = row["extra_info"]["peak_bytes"], f"{contender:22}{row['median']:8.3f}"
             line += f" {row['median'] / base['median']:8.2f}" if base else f"{'':9}"
             line += f" {row['extra_info']['x_floor']:8.2f} {peak / 2**20:9,.0f}"
-            line += f" {peak / base['extra_info']['peak_bytes']:8.2f}" if base else ""
+            line += f" {peak / base['extra_info']['peak_bytes']:8.2f}" if base else f"{'':9}"
+            errors, limit = row["extra_info"]["errors"], row["extra_info"]["limit"]
+            # Written so that NaN is above the limit.
+            high = {k: x for k, x in errors.items() if not x <= limit}
+            line += f" {max((high or errors).values()):8.1e}"
+            line += f" above {limit:.0e}: {', '.join(high)}" if high else ""
             terminalreporter.write_line(line)

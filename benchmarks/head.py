@@ -4,8 +4,9 @@
     python -m benchmarks.head --workload dense --shapes 8192,151936,896 --peers TRL Liger
 
 Every contender gets the same inputs. Its loss and gradients are first compared with float64 on a
-few sequences; in every timed step, its loss and the norms of its gradients are compared with those
-of the others. A contender that is wrong or not installed gets a row that says so, and no time.
+few sequences, then its loss and the norms of its gradients in every timed step. A contender of this
+library that is wrong has no time, and the run fails. A peer's row has its errors, and says so where
+one is above the limit. What is not installed gets a row that says so.
 
 Time: contenders take turns. A turn is a warm-up step and a step of forward and backward. The table
 has the median [20th, 80th percentile] over rounds (of three rounds these are the smallest and the
@@ -38,7 +39,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.checks import ERRORS, check, truth_of, wrong_in_full
+from benchmarks.checks import ERRORS, check, has_times, truth_of, whole_step, wrong_in_full
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS, TRUSTED, contenders_of
 from benchmarks.cost_model import error_of_the_model, predict, shape
 from benchmarks.gpu_costs import METHODS, device_of
@@ -79,6 +80,7 @@ class Results:
         self, w: Workload, names: list[str], device: str, save: Callable[[list[Any]], None]
     ) -> None:
         self.workload, self.save, self.dtype = w.describe(), save, w.hidden.dtype
+        self.expected = whole_step(w)
         # Over the entries of a support the FLOPs are others.
         self.flop = 2 * w.gemms * w.tokens * w.weight.numel() if w.support is None else None
         self.gradient_bytes = w.hidden.nbytes + (0 if w.frozen else 4 * w.weight.numel())
@@ -100,17 +102,17 @@ class Results:
         self.save(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row per contender, the bare GEMMs last; times only where all is right."""
-        wrong = wrong_in_full(self.by_name, self.dtype)
+        """Returns a row per contender, the bare GEMMs last; no times of ours that is wrong."""
+        wrong = wrong_in_full(self.by_name, self.expected, self.dtype)
         return [self._row(name, known, name in wrong) for name, known in self.by_name.items()]
 
     def _row(self, name: str, known: dict[str, Any], wrong: bool) -> dict[str, Any]:
         row = {"workload": self.workload, "name": name, **known}
-        if wrong:
+        if wrong and row["status"] == "ok":
             row["status"] = "wrong in full"
         elif row["status"] == "ok" and "seconds" not in row:
             row["status"] = "not timed"
-        if row["status"] != "ok":
+        if "seconds" not in row or not has_times(name, row["status"]):
             return {k: x for k, x in row.items() if not k.endswith("seconds")}
         if self.flop is not None:
             row["tflops"] = self.flop / statistics.median(row["seconds"]) / 1e12
@@ -126,7 +128,7 @@ def run_workload(
     args: argparse.Namespace,
     save: Callable[[list[Any]], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Returns one row per contender; its `status` is "ok", "wrong" or why it has no times."""
+    """Returns one row per contender; its `status` is "ok", says wrong, or why it has no times."""
     deadline = time.monotonic() + args.limit_s
     cuda = torch.device(args.device).type == "cuda"
     w = make(workload, args.shapes, args.device).to(torch.bfloat16 if cuda else torch.float32)
@@ -187,7 +189,7 @@ def measure_together(
         tell(contenders)
     del truth
     torch.compiler.reset()  # drops what was compiled for the shapes of the check
-    correct = [name for name in names if contenders[name]["status"] == "ok"]
+    timed = [name for name in names if has_times(name, contenders[name]["status"])]
     contenders[FLOOR] = {"status": "ok"}
 
     def tell_times(taken: ByContender) -> None:
@@ -195,10 +197,10 @@ def measure_together(
             contenders[name] |= timing
         tell(contenders)
 
-    tell_times(times(correct, path, device, args.rounds, args.backend, deadline, tell_times))
-    for name in correct:
+    tell_times(times(timed, path, device, args.rounds, args.backend, deadline, tell_times))
+    for name in timed:
         row = contenders[name]
-        if row["status"] == "ok":
+        if has_times(name, row["status"]):
             try:
                 row["extra_bytes"] = extra_memory(name, path, device, args.backend)
             except Exception as error:
@@ -208,7 +210,7 @@ def measure_together(
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    base = next((r for r in rows if r["name"] == BASELINE and r["status"] == "ok"), None)
+    base = next((r for r in rows if r["name"] == BASELINE and "seconds" in r), None)
     predicted = any("predicted_seconds" in row for row in rows)
     floor = statistics.median(rows[-1]["seconds"])
     print(
@@ -217,7 +219,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         f"{'dW err':>8}{' x model' if predicted else ''}"
     )
     for row in rows:
-        if row["status"] != "ok":
+        if "seconds" not in row:
             off = ", ".join(f"{key} {row[key]:.1e}" for key in ERRORS if key in row)
             details = f": off by {off}" if row["status"] == "wrong" else ""
             print(f"{row['name']:27}{row['status']}{details}")
@@ -231,9 +233,10 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             share = row["extra_bytes"] / ((base or {}).get("extra_bytes") or math.nan)
             line += f" {row['extra_bytes'] / 2**20:10,.0f} {share:8.3f}"
             line += f" {row['workspace_bytes'] / 2**20:10,.0f}"
-            line += "".join(f" {row[key]:8.1e}" for key in ERRORS)
+            line += "".join(f" {row[key]:8.1e}" if key in row else f"{'':9}" for key in ERRORS)
         if "predicted_seconds" in row:
             line = f"{line:146}{median / row['predicted_seconds']:8.2f}"
+        line += f" {row['status']}" if row["status"] != "ok" else ""
         print(line, flush=True)
     if predicted:
         print(f"x model: the time over that of benchmarks/cost_model.py. {error_of_the_model()}")

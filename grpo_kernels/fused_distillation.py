@@ -115,7 +115,7 @@ def fused_distillation_loss(
         None,
         GradMode.of(call, one_pass=True, other_grads=True),
         entropy=True,
-        loss_settings={"kind": list(DIVERGENCES).index(kind), "beta": beta},
+        loss_settings={"kind": list(DIVERGENCES).index(kind), "beta": float(beta)},
     )
     loss, values = plan.run(partial(_Distillation.apply, *call.tensors, weight))
     stats = PairStats(values)

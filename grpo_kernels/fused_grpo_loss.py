@@ -133,8 +133,8 @@ def fused_grpo_loss(
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
-            device (target ids, a mask other than 0/1, `cu_seqlens`) are read together with the
-            row counts, in the call's one device-to-host transfer.
+            device (target ids, NaN advantages, a mask other than 0/1, `cu_seqlens`) are read
+            together with the row counts, in the call's one device-to-host transfer.
         RuntimeError: on double backward.
 
     Under autocast on a GPU the GEMMs run in its dtype; a float32 weight is copied to it once per

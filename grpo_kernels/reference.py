@@ -143,6 +143,7 @@ def grpo_loss(
         dtype=logps.dtype,
         has_reference=kl is not None,
     )
+    checks.read()
     if kl is not None:
         inputs = replace(inputs, kl=kl.reshape(-1))
     check_entropy_given(config, entropy)

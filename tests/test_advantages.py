@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_kernels import group_advantages, per_token_kl, reference
+from grpo_kernels.loss.advantages import SCALES
 from grpo_kernels.loss.config import KL_ESTIMATORS, GRPOLossConfig
 from tests.helpers.fake_cuda import EmulatedMPS
 
@@ -21,7 +22,7 @@ def spread(values):
     return stdev(values) if len(values) > 1 else NAN
 
 
-def by_hand(rewards, ids, scale, weights, aggregation, baseline, lengths):
+def by_hand(rewards, ids, scale, weights, aggregation):
     """Lists of rows of R rewards in, a list of advantages out."""
     weights = weights or [1.0] * len(rewards[0])
     scorable = [any(not math.isnan(x) for x in row) for row in rewards]
@@ -42,59 +43,34 @@ def by_hand(rewards, ids, scale, weights, aggregation, baseline, lengths):
     every = [t for t, ok in zip(totals, scorable, strict=True) if ok]
     result = []
     for i, ok in enumerate(scorable):
-        of = [j for j, g in enumerate(ids) if g == ids[i] and scorable[j]]
-        peers = [totals[j] for j in of]
+        peers = [totals[j] for j, g in enumerate(ids) if g == ids[i] and scorable[j]]
         if aggregation == "normalize_then_sum":
             usable, ahead, divisor = len(every) > 1, totals[i] - fmean(every or [0]), spread(every)
         else:
             usable = len(peers) > 1 and min(peers) != max(peers)
             ahead = totals[i] - fmean(peers or [0])
-            divisor = {"group": spread(peers), "batch": spread(every), "none": 1 - 1e-4,
-                       "mean": fmean(peers or [0])}[scale]  # fmt: skip
-            if ok and usable and baseline == "length":
-                weighted = sum(lengths[j] * totals[j] for j in of)
-                ahead = totals[i] - weighted / sum(lengths[j] for j in of)
-            elif usable and baseline == "runner_up":
-                best, second = sorted(peers)[:-3:-1]
-                ahead = best - second if totals[i] == best else 0.0
+            divisor = {"group": spread(peers), "batch": spread(every), "none": 1 - 1e-4}[scale]
         result.append(ahead / (divisor + 1e-4) if ok and usable else 0.0)
     return result
 
 
-def compare(rows, scale, weights, way):
-    """Rows of a group, a length and rewards; `way`: a baseline, or how rewards are added up."""
-    ids, lengths, *rewards = zip(*rows, strict=True)
-    rewards = [list(row) for row in zip(*rewards, strict=True)]
-    normalized = way == "normalize_then_sum"
-    options = {
-        "scale": "group" if normalized else scale, "weights": weights,
-        "aggregation": way if normalized else "sum_then_normalize",
-        "baseline": "mean" if normalized else way,
-    }  # fmt: skip
-    expected = by_hand(rewards, ids, **options, lengths=lengths)
-    extra = {"lengths": torch.tensor(lengths)} if way == "length" else {}
-    actual = group_advantages(torch.tensor(rewards), torch.tensor(ids), **options, **extra)
+rewards = st.sampled_from((0.0, 0.1, 0.5, 1.0, 2.0, -1.0, NAN))
+several = st.lists(st.tuples(st.integers(0, 3), rewards, rewards), min_size=1, max_size=14)
+WAYS = [("sum_then_normalize", scale) for scale in SCALES] + [("normalize_then_sum", "group")]
+
+
+@pytest.mark.parametrize(("aggregation", "scale"), WAYS)
+@given(rows=several, weights=st.sampled_from((None, [0.3, 2.0])))
+def test_groups_of_any_size_in_any_order(aggregation, scale, rows, weights):
+    """A function that did not apply to a completion, or to a group, has NaN."""
+    ids, *columns = zip(*rows, strict=True)
+    values = [list(row) for row in zip(*columns, strict=True)]
+    options = {"scale": scale, "weights": weights, "aggregation": aggregation}
+    expected = by_hand(values, ids, **options)
+    actual = group_advantages(torch.tensor(values), torch.tensor(ids), **options)
     assert actual.dtype == torch.float32
     # Where the expected value is rounding error divided by 1e-4, the result is exactly 0.
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
-    return actual
-
-
-SCALES = ("group", "batch", "none", "mean")
-WAYS = ("mean", "length", "runner_up", "normalize_then_sum")
-
-
-rewards = st.sampled_from((0.0, 0.1, 0.5, 1.0, 2.0, -1.0, NAN))
-several = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(1, 90), rewards, rewards), min_size=1, max_size=14
-)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@given(rows=several, scale=st.sampled_from(SCALES), weights=st.sampled_from((None, [0.3, 2.0])))
-def test_groups_of_any_size_in_any_order(way, rows, scale, weights):
-    """A function that did not apply to a completion, or to a group, has NaN."""
-    compare(rows, scale, weights, way)
 
 
 @pytest.mark.parametrize("reward", (0.1, 1 / 3, 1e6, 0.0))
@@ -104,7 +80,7 @@ def test_equal_rewards_are_exactly_zero(reward):
     other = torch.cat([torch.full((7,), NAN), torch.rand(7)])
     several = {"aggregation": "normalize_then_sum"}
     for some, options in (
-        *((rewards, {"scale": scale}) for scale in ("group", "batch", "none")),
+        *((rewards, {"scale": scale}) for scale in SCALES),
         (torch.stack([rewards, rewards], 1), several),
         (torch.stack([rewards, other], 1), several),
     ):
@@ -125,19 +101,13 @@ FOUR = (torch.zeros(4), 2)
         ((torch.zeros(7), 7.0), {}, TypeError, "groups: expected the size of a group.*got float"),
         ((torch.zeros(7), torch.zeros(6, dtype=int)), {}, ValueError, r"groups: .* \[7\]; got \[6"),
         ((torch.zeros(7), torch.zeros(7)), {}, TypeError, "groups: expected dtype int64.*float32"),
-        (FOUR, {"scale": "std"}, ValueError, "scale: expected one of group, batch"),
+        (FOUR, {"scale": "mean"}, ValueError, "scale: expected one of group, batch, none; got"),
         (FOUR, {"weights": [1.0, 2.0]}, ValueError, "weights: expected one for eac"),
         (FOUR, {"weights": [NAN]}, ValueError, "weights: expected finite"),
         (FOUR, {"eps": 0.0}, ValueError, "eps: expected a number > 0; got 0.0"),
         (FOUR, {"aggregation": "normalize_then_sum", "scale": "none"}, ValueError,
-         "scale: expected 'group', as aggregation='normalize_then_sum'"),
+         "scale='none' does not work with aggregation='normalize_then_sum', .*: pass scale='gr"),
         (FOUR, {"weights": "x"}, TypeError, r"weights: expected 1 numbers, .*; got str"),
-        (FOUR, {"baseline": "median"}, ValueError, "baseline: expected one of mean, length, runn"),
-        (FOUR, {"baseline": "length"}, ValueError, r"lengths: expected \[B\] numbers with baselin"),
-        (FOUR, {"lengths": torch.ones(4)}, ValueError, "lengths: expected None with baseline='me"),
-        (FOUR, {"baseline": "length", "lengths": torch.ones(3)}, ValueError, "lengths: expected s"),
-        (FOUR, {"baseline": "runner_up", "aggregation": "normalize_then_sum"}, ValueError,
-         "baseline: expected 'mean', as aggregation"),
     ),
 )  # fmt: skip
 def test_refuses(args, options, error, message):

@@ -6,7 +6,7 @@ import torch
 from grpo_kernels import Execution, GRPOLossConfig, LMHead, fused_grpo_loss, linear_logprobs
 from grpo_kernels.head.products import INVARIANT_ROWS
 from tests.helpers.half_gemms import imitate
-from tests.helpers.head_options import BACKENDS
+from tests.helpers.head_options import BACKENDS, watch_products
 from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
 V, H = 307, 48
@@ -134,15 +134,16 @@ def test_scored_and_trained_log_probs_are_equal(dtype, backend, monkeypatch):
 
 
 @both_calls
-def test_products_of_the_callers_own_have_one_shape(call):
+def test_products_have_one_shape(call, monkeypatch):
     """Products of logits and of the states' gradient; `test_pairs.py` checks their values."""
     shapes = []
 
-    def matmul(a, b):
+    def product(a, b):
         shapes.append((len(a), b.shape[1]))
         return a @ b
 
-    some_of(range(N), call, matmul=matmul)
+    watch_products(monkeypatch, product)
+    some_of(range(N), call)
     assert {rows for rows, _ in shapes} == {ROWS} and {columns for _, columns in shapes} > {H}
 
 

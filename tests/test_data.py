@@ -103,10 +103,13 @@ def test_files(name, tmp_path):
     assert not {p["prompt"] for p in train} & {p["prompt"] for p in held_out}
     assert train[3]["prompt"].endswith(f"Question: {train[3]['level']}?\n")
     assert [*map(len, load_problems(config_of(dataset=name, eval_size=2)))] == [38, 2]
-    whole, which = data.load_to_answer(config_of(), name, 100)
+    whole, which = data.load_to_answer(config_of(eval_dataset=name), 100)
     assert answers_of(whole) == [*range(40)] and which.startswith("All 40 problems")
-    part, which = data.load_to_answer(config_of(), name, 30)
+    part, which = data.load_to_answer(config_of(eval_dataset=name), 30)
     assert part == whole[:30] and which.startswith("The first 30 problems of ")
+    message = rf"^dataset={name} does not work with training.evaluate, .* pass eval_dataset, such"
+    with pytest.raises(ValueError, match=message):
+        data.load_to_answer(config_of(dataset=name))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_rows_of_any_types(tmp_path):
     train = load_problems(config_of(dataset=name, **OWN, eval_size=0))[0]
     assert sorted(train, key=str) == [{"prompt": "a"}, {"prompt": "b"}]
     with pytest.raises(ValueError, match=r"a column answer for evaluation; got .* in line 1 of"):
-        data.load_to_answer(config_of(**OWN), name)
+        data.load_to_answer(config_of(eval_dataset=name, **OWN))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +184,7 @@ def test_what_is_no_dataset_is_refused(name, rows, options, message, tmp_path, m
         assert "on the hub" not in str(error.value)
     if name == "":
         with pytest.raises(ValueError, match=f"^dataset: {message}"):
-            data.load_to_answer(config_of(), name)
+            data.load_to_answer(config_of(dataset=name))
 
 
 def test_a_name_without_its_owner_is_taken_for_a_module():
@@ -215,7 +218,11 @@ def test_splits_go_by_their_names(splits, train, held_out, answered, tmp_path):
             assert answers_of(part) == [*map(int, numbers)]
             whole = f"{names[0]} {numbers[0]} to {numbers[-1]}"
             assert expected in (whole, f"{len(part)} of {names[0]}")
-    some, which = data.load_to_answer(config, config.dataset, 25)
+    if answered == "train":
+        with pytest.raises(ValueError, match=r"^dataset=.* does not work with training.evaluate"):
+            data.load_to_answer(config)
+        config = config_of(eval_dataset=str(tmp_path))
+    some, which = data.load_to_answer(config, 25)
     assert f" split {answered} " in which and len(some) == (25 if splits == "train" else 20)
     assert {question_of(p).split()[0] for p in some} == {answered}
 
@@ -238,6 +245,8 @@ def test_problems_that_are_held_out_are_not_trained_on(own_file, tmp_path, caplo
     train, held_out = load_problems(config_of(**files, train_size=0, eval_size=2))
     assert sorted(answers_of(train)) == [*range(4, 10)] and answers_of(held_out) == [0, 1]
     assert "4 of 10 problems to train on are left out" in caplog.text
+    train, held_out = load_problems(config_of(**files, train_size=0, eval_size=0))
+    assert sorted(answers_of(train)) == [*range(4, 10)] and held_out == []
     if own_file:
         with pytest.raises(ValueError, match="at least one problem to train on; got none in"):
             load_problems(config_of(**files | {"dataset": test}))

@@ -94,7 +94,7 @@ def test_the_command(trained, tmp_path, capsys):
              "output": tmp_path / "evaluation"}  # fmt: skip
     found = []
     for name, options in (
-        ("evaluation", LEVELS), ("evaluation-2", LEVELS), ("evaluation-3", {"dataset": path}),
+        ("evaluation", LEVELS), ("evaluation-2", LEVELS), ("evaluation-3", {"eval_dataset": path}),
     ):  # fmt: skip
         evaluate.main([f"--{name}={value}" for name, value in {**flags, **options}.items()])
         found.append(logs.read(tmp_path / name / "answers.jsonl"))
@@ -134,6 +134,27 @@ def test_the_file_of_a_run_is_evaluated(trained, tmp_path, capsys):
     (tmp_path / "test.jsonl").write_text(json.dumps(row))
     with pytest.raises(ValueError, match=r"the column `rewards` of .*test.jsonl\[0\] is"):
         evaluate.main([str(tmp_path / "run.yaml"), "--model", str(trained / "model")])
+
+
+def test_no_problem_that_a_run_trained_on_is_evaluated(tiny_model, tmp_path, capsys):
+    """The run holds out a fifth of its file, and writes it for the command."""
+    path, shown = tmp_path / "train.jsonl", set()
+    rows = [{"question": f"{i} + 1?", "answer": i + 1, "level": i % 2} for i in range(20)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    options = {"dataset": str(path), "eval_size": 4, "prompts_per_step": 8, "rewards": ["format"]}
+    trainer = trainer_with(tiny_model, tmp_path, max_prompt_length=1000, **options)
+    folder = trainer.train(lambda _, samples: shown.update(p["prompt"] for p in samples.problems))
+    config = str(folder / "config.json")
+    with pytest.raises(SystemExit, match=r"^dataset=.*train.jsonl does not work with training"):
+        evaluate.main([config])
+    assert not (tmp_path / "t-2").exists()
+    evaluate.main([config, f"--eval_dataset={folder}/held_out.jsonl"])
+    assert "held-out accuracy" in capsys.readouterr().out
+    asked = {row["prompt"]: row for row in logs.read(tmp_path / "t-2" / "answers.jsonl")}
+    assert len(shown) == 16 and len(asked) == 4 and not shown & asked.keys()
+    own = {row["prompt"]: row for row in logs.read(folder / "answers.jsonl")}
+    for prompt, row in asked.items():
+        assert (row["answer"], row["level"]) == (own[prompt]["answer"], own[prompt]["level"])
 
 
 PARTS = (

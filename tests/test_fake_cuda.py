@@ -103,14 +103,14 @@ def loss_of_logps(objective, **how):
 CALLS = {
     # One pass reads how many rows take part, where there is a mask, and how many have a gradient.
     # A strip of logits is a GEMM and a sweep, a chunk two GEMMs and the objective.
-    "loss": (loss("old_logps"), [[N]], 5, 6, 65),
-    "two chunks": (loss("old_logps", **HALVES), [[N]], 18, 20, 75),
-    "one sequence": (loss("old_logps", shape=(1, N)), [[N]], 5, 6, 65),
-    "masked": (loss("mask old_logps"), [[900, 900]], 3, 4, 90),
-    "packed": (loss("mask old_logps cu_seqlens num_items", shape=(N,)), [[900, 900]], 3, 4, 110),
-    "cross-entropy": (loss("mask old_logps ce_weights"), [[N, 900]], 6, 6, 140),
+    "loss": (loss("old_logps"), [[N]], 5, 6, 70),
+    "two chunks": (loss("old_logps", **HALVES), [[N]], 18, 20, 80),
+    "one sequence": (loss("old_logps", shape=(1, N)), [[N]], 5, 6, 70),
+    "masked": (loss("mask old_logps"), [[900, 900]], 3, 4, 95),
+    "packed": (loss("mask old_logps cu_seqlens num_items", shape=(N,)), [[900, 900]], 3, 4, 115),
+    "cross-entropy": (loss("mask old_logps ce_weights"), [[N, 900]], 6, 6, 145),
     "LoRA": (loss("old_logps", "bias low_rank temperature"), [[N]], 5, 13, 95),
-    "capturable": (loss("mask old_logps", capturable=True), [], 5, 6, 80),
+    "capturable": (loss("mask old_logps", capturable=True), [], 5, 6, 85),
     # What is frozen costs no GEMM.
     "loss, frozen head": (loss("old_logps", frozen="weight"), [[N]], 5, 5, 65),
     "loss, head alone": (loss("old_logps", frozen="hidden"), [[N]], 5, 5, 65),
@@ -131,33 +131,33 @@ CALLS = {
         [[N]], 3, 7, 140,
     ),
     # Products of 256 rows.
-    "batch-invariant": (loss("old_logps", batch_invariant=True, **HALVES), [[N]], 10, 18, 75),
+    "batch-invariant": (loss("old_logps", batch_invariant=True, **HALVES), [[N]], 10, 18, 80),
     # Two passes: the second makes the logits again, of rows that it reads the number of.
     "log-probs": (logps(**HALVES), [[], [N]], 20, 24, 55),
     "log-probs, capturable": (logps("mask", capturable=True), [], 5, 7, 50),
     "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 24, 430),
-    "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 170),
+    "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 175),
     # With a frozen head the forward keeps the gradients.
     "frozen": (logps(frozen="weight", **HALVES), [[]], 16, 18, 35),
     "not kept": (logps(frozen="weight", keep_gradients=False, **HALVES), [[], [N]], 20, 22, 35),
     # Two heads: their logits side by side, in one sweep.
     "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 4, 8, 35),
     "distillation, capturable": (distillation("mask reference", capturable=True), [], 2, 4, 40),
-    "exact KL": (loss("mask old_logps reference", cfg=EXACT_KL), [[N]], 3, 4, 80),
-    "reference": (loss("mask old_logps reference", cfg={"beta": 0.1}), [[N]], 9, 10, 80),
+    "exact KL": (loss("mask old_logps reference", cfg=EXACT_KL), [[N]], 3, 4, 85),
+    "reference": (loss("mask old_logps reference", cfg={"beta": 0.1}), [[N]], 9, 10, 85),
     # Tokens of a support: how many there are is read, and how many entries. Launches depend on
     # neither, but where segments are so short that programs share none.
-    "support": (loss("old_logps support"), [[0, 0, 8 * N, N]], 8, 1, 230),
+    "support": (loss("old_logps support"), [[0, 0, 8 * N, N]], 8, 1, 235),
     "larger support": (
-        loss("old_logps support", shape=(B, N), entries=64), [[0, 0, 256 * N, 4 * N]], 8, 1, 230
+        loss("old_logps support", shape=(B, N), entries=64), [[0, 0, 256 * N, 4 * N]], 8, 1, 235
     ),
     "small support": (
-        loss("old_logps support", shape=(B, 32), entries=2), [[0, 0, 256, 128]], 4, 1, 225
+        loss("old_logps support", shape=(B, 32), entries=2), [[0, 0, 256, 128]], 4, 1, 230
     ),
     "support of some": (logps("support"), [[900, 8 * (N - 900), N - 900], [900]], 10, 6, 230),
     # Without a head.
     "log_softmax": (call_of("selective_log_softmax", "temperature", shape=(B, 64)), [], 8, 0, 20),
-    "loss of log-probs": (loss_of_logps("kl_old_delta"), [], 1, 0, 70),
+    "loss of log-probs": (loss_of_logps("kl_old_delta"), [], 1, 0, 75),
 }  # fmt: skip
 
 

@@ -17,7 +17,13 @@ from tests.helpers.batches import (
     relative_error,
     run_fused,
 )
-from tests.helpers.head_options import BACKENDS, TOLERANCE, expect_equal, objective_options
+from tests.helpers.head_options import (
+    BACKENDS,
+    TOLERANCE,
+    expect_equal,
+    objective_options,
+    watch_products,
+)
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp16", "bf16"))
 
@@ -130,27 +136,28 @@ def test_masks(mask_dtype):
     expect_equal(batch, {"config": config(loss_type="grpo"), "mask": mask_dtype is not None})
 
 
-def rows_multiplied(batch, options):
+def rows_multiplied(batch, options, monkeypatch):
     """Returns the number of rows in the GEMMs of logits, and in those of gradients."""
     elements = {"logits": 0, "gradients": 0}
     V, H = batch.weight.shape
 
-    def matmul(a, b):
+    def product(a, b):
         if a.shape[1] == H:
             elements["logits"] += len(a) * b.shape[1]
         else:
             elements["gradients"] += a.numel()
         return torch.mm(a, b)
 
-    run_fused(batch, exact=False, **options, execution=Execution(matmul=matmul))
+    watch_products(monkeypatch, product)
+    run_fused(batch, exact=False, **options)
     return {name: count / V for name, count in elements.items()}
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_token_local_objectives_make_the_logits_once(objective):
+def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
     options = objective_options(objective)
     batch, cfg = make_batch(), options["config"]
-    rows = rows_multiplied(batch, options)
+    rows = rows_multiplied(batch, options, monkeypatch)
     one_pass = cfg.why_two_passes(has_old_logps="old_logps" in options) is None
     assert one_pass == (cfg.one_pass and objective != "is_sequence_on_policy")
     tokens = int(batch.mask.sum())
@@ -160,12 +167,12 @@ def test_token_local_objectives_make_the_logits_once(objective):
         assert tokens < rows["logits"] <= 2 * tokens
 
 
-def test_a_constant_correction_of_zero_costs_no_gradient_work():
+def test_a_constant_correction_of_zero_costs_no_gradient_work(monkeypatch):
     """Sequences that the sampler's mismatch masks are out of the gradient GEMMs beforehand."""
     batch = make_batch(B=6, T=11)
     batch.sampling_logps[0] -= 5.0
     options = {"config": config(is_correction="sequence_mask"), "sampling_logps": True}
-    rows = rows_multiplied(batch, {**options, "old_logps": True})
+    rows = rows_multiplied(batch, {**options, "old_logps": True}, monkeypatch)
     trained = batch.mask & (batch.advantages != 0)[:, None]
     assert trained[0].any() and 0 < rows["gradients"] <= int(trained[1:].sum())
 

@@ -21,6 +21,7 @@ from grpo_kernels import (
 from grpo_kernels.base.memory import ran_out_of_memory
 from grpo_kernels.head.chunked_head import ChunkLogits
 from tests.helpers.batches import config, make_batch, run_fused
+from tests.helpers.head_options import watch_products
 
 ROWS = 30  # what there is memory for
 SAID = "memory ran out in the LM head, which continues with (1[6-9]|2[0-9]|30) rows of logits"
@@ -65,14 +66,16 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_result_is_that_with_memory(name, batch):
+def test_the_result_is_that_with_memory(name, batch, monkeypatch):
     """Log-probs run out of it in both directions."""
     results, memory = [], LittleMemory(heads=2 if name == "distillation" else 1)
-    for how in (Execution(), Execution(matmul=memory)):
+    for little in (False, True):
+        if little:
+            watch_products(monkeypatch, memory)
         leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
         with catch_warnings(record=True) as caught:
             simplefilter("always")
-            result = CALLS[name](*leaves, batch, how)
+            result = CALLS[name](*leaves, batch, Execution())
             (result * torch.linspace(-1, 2, result.numel()).view_as(result)).sum().backward()
         results.append([result.detach(), *(x.grad for x in leaves)])
     assert max(memory.requested) > ROWS and len(caught) >= 1 + (name == "log_probs")
@@ -81,13 +84,13 @@ def test_the_result_is_that_with_memory(name, batch):
         assert (actual - expected).norm() <= 2e-5 * expected.norm() > 0
 
 
-def test_the_warning_says_where_to_begin(batch):
+def test_the_warning_says_where_to_begin(batch, monkeypatch):
+    watch_products(monkeypatch, LittleMemory())
     with pytest.warns(UserWarning) as caught:
-        execution = Execution(matmul=LittleMemory())
-        run_fused(batch, exact=False, config=config(), old_logps=True, execution=execution)
+        run_fused(batch, exact=False, config=config(), old_logps=True)
     begin = int(re.search(r"chunk_bytes=(\d+)\)", str(caught[0].message))[1])
-    again = LittleMemory()
-    execution = Execution(chunk_bytes=begin, matmul=again)
+    watch_products(monkeypatch, again := LittleMemory())
+    execution = Execution(chunk_bytes=begin)
     run_fused(batch, exact=False, config=config(), old_logps=True, execution=execution)
     assert max(again.requested) <= ROWS
 
@@ -102,19 +105,20 @@ def test_the_warning_says_where_to_begin(batch):
     ),
     ids=("default", "budget", "invariant"),
 )
-def test_memory_that_never_suffices_is_the_devices_error(options, memory, attempts, batch):
-    memory = LittleMemory(memory)
+def test_memory_that_never_suffices_is_the_devices_error(
+    options, memory, attempts, batch, monkeypatch
+):
+    watch_products(monkeypatch, memory := LittleMemory(memory))
     batch = replace(batch, hidden=batch.hidden.nan_to_num(), targets=batch.targets.clamp(min=0))
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        execution = Execution(matmul=memory, **options)
-        run_fused(batch, exact=False, mask=False, execution=execution)
+        run_fused(batch, exact=False, mask=False, execution=Execution(**options))
     assert memory.requested == attempts
 
 
-def test_other_errors_are_raised_at_once(batch):
-    broken = Mock(side_effect=RuntimeError("something else"))
+def test_other_errors_are_raised_at_once(batch, monkeypatch):
+    watch_products(monkeypatch, broken := Mock(side_effect=RuntimeError("something else")))
     with pytest.raises(RuntimeError, match="something else"):
-        run_fused(batch, exact=False, execution=Execution(matmul=broken))
+        run_fused(batch, exact=False)
     assert broken.call_count == 1
 
 

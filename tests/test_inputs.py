@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +12,19 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import grpo_kernels
 from grpo_kernels import (
+    Execution,
     GRPOLossConfig,
     LMHead,
     Reference,
     Support,
+    VocabRanks,
     grpo_loss,
+    reference,
     selective_log_softmax,
 )
+from grpo_kernels.explain import Thresholds, explain
+from grpo_kernels.loss.losses import Clip
+from grpo_kernels.training import TrainingConfig
 from tests.helpers.batches import EXECUTION_FIELDS, HEAD_FIELDS, called
 from tests.helpers.quantised import Quantised
 
@@ -95,7 +102,6 @@ WRONG_TYPES = (
     (r"low_rank\[0\]: expected dtype .* got float64", {"low_rank": (A.double(), LORA_B)}),
     ("capturable: expected a bool; got 'yes'", {"capturable": "yes"}),
     ("batch_invariant: expected a bool; got 1", {"batch_invariant": 1}),
-    ("matmul: expected a function of two tensors", {"matmul": "mm"}),
 )  # fmt: skip
 WRONG_VALUES = (
     (r"hidden: expected shape \[B, T, H\] or \[N, H\]; got \[4\]", {"hidden": torch.zeros(H)}),
@@ -136,6 +142,12 @@ WRONG_VALUES = (
      {"ce_weights": torch.full((B, T), -INF), **NO_MASK}),
     (r"targets: expected ids in \[0, 7\) at unmasked positions; got ids .*\(2 of them\)",
      {"ce_weights": torch.tensor([[0.1, 0.0, 0.0]] * B), "mask": torch.zeros(B, T), **NOT_IDS}),
+    (r"advantages: expected finite numbers at unmasked positions; got NaN or inf.*\(2 of them\)",
+     {"advantages": torch.tensor([0.0, NAN]), "mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}),
+    (r"advantages: expected finite numbers at unmasked positions; got .*tokens \(5 of them\)",
+     {"advantages": torch.tensor([[NAN, INF, 1.0], [-INF] * 3]), **NO_MASK}),
+    (r"advantages: expected finite numbers .* \(6 of them\)",
+     {"advantages": torch.full((B,), INF), **NO_MASK, "capturable": True}),
     (r"bias: expected shape \[7\]; got \[4\]", {"bias": torch.zeros(H)}),
     (r"bias: expected more than -inf at every unmasked target; .* -inf: .*\(6 of them\)",
      {"bias": BANS_0, **IDS_0}),
@@ -199,6 +211,32 @@ def test_refuses(call, error, message, changes):
         called(grpo_kernels, call, arguments)
 
 
+@pytest.mark.parametrize("name", ("fused_grpo_loss", "grpo_loss"))
+@pytest.mark.parametrize("library", (grpo_kernels, reference), ids=lambda x: x.__name__)
+def test_an_advantage_that_is_no_number_is_masked_or_refused(library, name):
+    """A sequence without an unmasked token counts for nothing, whatever its advantage is."""
+    mask, results = torch.tensor([[1, 1, 1], [0, 0, 0]]), []
+    for last in (0.0, NAN):
+        arguments = arguments_of(name, mask=mask)
+        first = next(iter(arguments.keys() & {"hidden", "logps"}))
+        g = torch.Generator().manual_seed(0)
+        leaf = arguments[first] = torch.randn(arguments[first].shape, generator=g).requires_grad_()
+        arguments["advantages"] = torch.tensor([2.0, last])
+        if name == "fused_grpo_loss":
+            arguments["weight"] = torch.randn(V, H, generator=g)
+        called(library, name, arguments).loss.backward()
+        results.append(leaf.grad)
+    assert torch.equal(*results) and results[0][0].abs().min() > 0
+    with pytest.raises(ValueError, match=r"^advantages: expected finite .* \(1 of them\)"):
+        called(library, name, arguments | {"mask": torch.tensor([[1, 1, 1], [0, 1, 0]])})
+
+
+def test_explain_refuses_an_advantage_that_is_no_number():
+    out = grpo_loss(LOGPS, torch.ones(B))
+    with pytest.raises(ValueError, match=r"^advantages: expected finite .* \(3 of them\)"):
+        explain(out, None, torch.tensor([1.0, INF]))
+
+
 def test_every_case_is_tried():
     assert {message for _, _, message, _ in CASES} == {message for _, message, _ in WRONG}
 
@@ -223,6 +261,105 @@ def test_triton_on_a_cpu_says_what_it_needs(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="backend: 'triton' needs a GPU, or TRITON_INTERPRET=1"):
         grpo_loss(torch.zeros(B, T), torch.ones(B), backend="triton")
+
+
+def numbers_of(options, integers=()):
+    """The options as numbers of NumPy: scalars of two widths, and 0-d arrays."""
+    for real, whole in ((np.float32, np.int64), (np.float64, np.int32), (np.array, np.array)):
+        yield {k: (whole if k in integers else real)(x) for k, x in options.items()}
+
+
+LOSS_NUMBERS = {
+    "beta": 0.5, "epsilon": 0.25, "epsilon_high": 0.5, "delta": 1.75, "kl_clamp": 2.0,
+    "top_entropy_quantile": 0.5, "entropy_threshold": 1.0, "off_policy_threshold": 0.5,
+    "is_clip_max": 2.0, "is_clip_min": 0.5, "max_completion_length": 3,
+}  # fmt: skip
+CORRECTED = {"loss_type": "dr_grpo", "is_correction": "token_mask"}
+# Objects whose fields are numbers: their class, other options, numbers, and which are whole.
+OBJECTS = {
+    "GRPOLossConfig": (GRPOLossConfig, CORRECTED, LOSS_NUMBERS, {"max_completion_length"}),
+    "dapo": (GRPOLossConfig, {}, {"dual_clip": 4.0, "entropy_coef": 0.25}, ()),
+    "cispo": (GRPOLossConfig, {"loss_type": "cispo"}, {"epsilon_high": 4.0}, ()),
+    "vespo": (GRPOLossConfig, {"loss_type": "vespo"}, {"vespo_k_pos": 1.5}, ()),
+    "LMHead": (
+        partial(LMHead, torch.ones(V, H)), {},
+        {"logit_scale": 0.5, "softcap": 8.0, "temperature": 0.75}, (),
+    ),
+    "VocabRanks": (VocabRanks, {}, {"start": 4}, {"start"}),
+    "Execution": (Execution, {}, {"chunk_bytes": 4096}, {"chunk_bytes"}),
+    "Thresholds": (Thresholds, {}, {"long": 4.0, "tokens": 0.5}, ()),
+    "TrainingConfig": (
+        partial(TrainingConfig, model="m"), {"rewards": ["answer"]},
+        {"steps": 3, "learning_rate": 0.5, "epsilon": 0.25, "temperature": 0.75, "top_k": 5},
+        {"steps", "top_k"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_numbers_of_numpy_become_python_s(name):
+    kind, chosen, options, integers = OBJECTS[name]
+    expected = kind(**chosen, **options)
+    for numbers in numbers_of(options, integers):
+        actual = kind(**chosen, **numbers)
+        for field, x in options.items():
+            assert getattr(actual, field) == x and type(getattr(actual, field)) is type(x), field
+        assert repr(actual) == repr(expected)
+    for field in options:
+        with pytest.raises((TypeError, ValueError), match=field):
+            kind(**chosen, **options | {field: np.bool_(True)})
+
+
+def test_numbers_of_numpy_in_lists_and_in_a_loss():
+    config = TrainingConfig(
+        model="m", rewards=["answer", "format"], reward_weights=[np.float32(0.5), np.array(2)]
+    )
+    assert repr(config.reward_weights) == "[0.5, 2]"
+    loss = GRPOLossConfig(loss_type=Clip(epsilon=np.float32(0.25), delta=np.array(1.5))).loss
+    assert repr([loss.epsilon, loss.delta]) == "[0.25, 1.5]"
+
+
+LOGITS, REWARDS = torch.linspace(-2, 2, B * T * V).view(B, T, V), torch.tensor([1.0, 0.0, 3.0, 2.0])
+# Calls with numbers: the call, its numbers, and which of them are whole.
+WITH_NUMBERS = {
+    "grpo_loss": (lambda **n: grpo_loss(LOGPS, torch.ones(B), **n).loss, {"num_items": 4.0}, ()),
+    "reference": (
+        lambda **n: reference.grpo_loss(LOGPS, torch.ones(B), **n).loss, {"num_items": 4},
+        {"num_items"},
+    ),
+    "selective_log_softmax": (
+        partial(selective_log_softmax, LOGITS, **IDS_0), {"temperature": 0.5}, ()
+    ),
+    "group_advantages": (
+        partial(grpo_kernels.group_advantages, REWARDS), {"groups": 2, "eps": 0.25}, {"groups"}
+    ),
+    "per_token_kl": (
+        partial(grpo_kernels.per_token_kl, LOGPS, 3 * LOGPS), {"clamp": 0.5}, ()
+    ),
+    "topk_kl": (
+        partial(grpo_kernels.topk_kl, LOGPS, 2 * LOGPS, direction="jsd"), {"beta": 0.25}, ()
+    ),
+    "fused_distillation_loss": (
+        lambda **n: grpo_kernels.fused_distillation_loss(
+            LOGITS, torch.eye(V), Reference(LOGITS.flip(-1), torch.eye(V)), kind="jsd", **n
+        ).loss, {"beta": 0.25, "num_items": 4.0}, (),
+    ),
+    "explain": (
+        lambda **n: torch.tensor([x["group"] for x in explain(
+            grpo_loss(LOGPS, torch.ones(B)), None, torch.ones(B), **n
+        ).sequences]), {"groups": 1}, {"groups"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+def test_a_call_takes_numbers_of_numpy(name):
+    call, options, integers = WITH_NUMBERS[name]
+    expected = call(**options)
+    assert expected.abs().sum() > 0
+    for numbers in numbers_of(options, integers):
+        actual = call(**numbers)
+        assert torch.equal(actual, expected) and actual.dtype == expected.dtype
 
 
 class Plain(torch.Tensor):
@@ -313,9 +450,7 @@ GOOD = {
     "linear_logprobs#entries": {**HEAD, "targets": None, "support": SUPPORT, "entries": True},
     "grpo_loss": {"logps": LOGPS, **CONSTANTS, "entropy": LOGPS},
     "selective_log_softmax": {"logits": torch.randn(B, T, V), **IDS_0, "temperature": 1.0},
-    "group_advantages": {
-        "rewards": torch.randn(4), "groups": 2, "lengths": torch.ones(4), "baseline": "length",
-    },
+    "group_advantages": {"rewards": torch.randn(4), "groups": 2},
     "per_token_kl": {"logps": LOGPS, "ref_logps": LOGPS, **MASK},
     "topk_kl": {"logps": LOGPS, "teacher_logps": LOGPS},
     "topk_kl#offsets": {

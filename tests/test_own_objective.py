@@ -10,7 +10,7 @@ from grpo_kernels.loss.losses import Clip, Gmpo, Loss, Sapo, option
 from grpo_kernels.loss.metrics import TAKEN, TAKEN_PREFIXES
 from grpo_kernels.training import parse_config
 from tests.helpers.batches import config, make_batch, packed, relative_error, run_fused
-from tests.helpers.head_options import BACKENDS, expect_equal
+from tests.helpers.head_options import BACKENDS, expect_equal, watch_products
 from tests.helpers.tiers import in_turn
 from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
@@ -127,19 +127,21 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(("name", "beta", "backend"), in_turn(LOSSES, (0.0, 0.2), BACKENDS))
-def test_equals_the_reference(name, beta, backend):
+def test_equals_the_reference(name, beta, backend, monkeypatch):
     """Whatever chunks there are; the gradient is autograd's, that of the KL too."""
     batch, (loss, one_pass) = make_batch(B=6, T=11), LOSSES[name]
     cfg = GRPOLossConfig(loss_type=loss, beta=beta, use_bias_correction_kl=True)
     (V, H), logits = batch.weight.shape, []
 
-    def matmul(a, b):
+    def product(a, b):
         logits.extend([len(a) * b.shape[1]] if a.shape[1] == H else ())
         return a @ b
 
-    execution = Execution(backend=backend, chunk_bytes=4 * V * 5, matmul=matmul)
+    watch_products(monkeypatch, product)
+    execution = Execution(backend=backend, chunk_bytes=4 * V * 5)
     options = {"config": cfg, "old_logps": True, "ref_logps": True}
     actual = expect_equal(batch, options, execution=execution)
+    monkeypatch.undo()
     assert cfg.one_pass == one_pass == (sum(logits) == int(batch.mask.sum()) * V)
     if isinstance(loss, Clip):
         parent = replace(cfg, loss_type=Clip(ratio_level=loss.ratio_level))

@@ -71,7 +71,6 @@ EXECUTION_OPTIONS = {
     "backend": {"triton": lambda b: "triton"},
     "chunk_bytes": {"chunk_bytes": lambda b: CHUNK},
     "batch_invariant": {"batch_invariant": lambda b: True},
-    "matmul": {"matmul": lambda b: lambda x, y: torch.mm(x.float(), y.float())},
     "capturable": {"capturable": lambda b: True},
     "keep_gradients": {"made_again": lambda b: False},
 }
@@ -101,7 +100,6 @@ NAMED = {
 # Pairs that are refused: the argument that the error names, and why.
 REFUSED = {
     ("support", "batch_invariant"): "support",  # which entries are gathered depends on the batch
-    ("support", "matmul"): "support",
     ("support", "capturable"): "support",  # how many entries there are is read
     ("ranks", "capturable"): "capturable",  # the ranks' shares are read
     ("support", "reference"): "reference",  # its softmax would be over the sets

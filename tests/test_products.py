@@ -10,7 +10,7 @@ from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.head import call as head_calls
 from grpo_kernels.head.call import head_call
 from grpo_kernels.head.products import (
-    Products,
+    add_product,
     as_operand,
     column_slices,
     columns_at_once,
@@ -20,7 +20,7 @@ from grpo_kernels.head.products import (
 from tests.helpers.batches import config, make_batch, relative_error
 from tests.helpers.fake_cuda import CountedCUDA, EmulatedCUDA
 from tests.helpers.half_gemms import imitate
-from tests.helpers.head_options import OPTIONS, TOLERANCE, expect_equal
+from tests.helpers.head_options import OPTIONS, TOLERANCE, expect_equal, watch_products
 
 
 def test_gemms_on_a_cpu_take_float32():
@@ -104,32 +104,34 @@ def test_a_weight_that_no_gemm_takes_is_copied():
     assert as_operand(weight[:, ::2], dtype).is_contiguous()
 
 
-def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time():
+def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time(monkeypatch):
     hidden, weight, sizes = torch.randn(5, 8), torch.randn(5000, 8), []
 
-    def matmul(a, b):
+    def product(a, b):
         sizes.append(b.shape[1])
         return a @ b
 
-    targets = torch.zeros(5, dtype=torch.int64)
-    linear_logprobs(hidden, weight, targets, execution=Execution(matmul=matmul))
+    watch_products(monkeypatch, product)
+    linear_logprobs(hidden, weight, torch.zeros(5, dtype=torch.int64))
     most = columns_at_once(weight)
     assert most % torch.get_num_threads() == 0 and max(sizes) == min(most, 5000)
     assert sum(sizes) == 5000
 
 
-def test_rows_of_a_multiple_are_products_of_one_shape():
+@pytest.mark.parametrize("beta", (0.0, 1.0))
+def test_rows_of_a_multiple_are_products_of_one_shape(beta, monkeypatch):
     """Each is the same bits in any company, which one product over all rows need not be."""
     shapes = []
 
-    def matmul(a, b):
+    def product(a, b):
         shapes.append(tuple(a.shape))
         return a @ b
 
-    a, b, out = torch.randn(12, 7), torch.randn(7, 9), torch.empty(12, 9)
-    Products(4, matmul).rows(a, b, out)
+    watch_products(monkeypatch, product)
+    a, b, before = torch.randn(12, 7), torch.randn(7, 9), torch.randn(12, 9)
+    add_product(out := before.clone(), a, b, beta=beta, multiple=4)
     assert shapes == [(4, 7)] * 3
-    torch.testing.assert_close(out, a @ b)
+    torch.testing.assert_close(out, a @ b + beta * before)
 
 
 # Half-precision products of a GPU, imitated on a CPU, in one sweep and in two

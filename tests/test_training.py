@@ -384,7 +384,7 @@ def test_a_run_that_nobody_looks_at_trains_the_same(make):
     assert_same_weights(weights_of(alone), weights_of(seen))
     assert {path.name for path in folders[1].iterdir()} == {
         ".lock", "checkpoints", "config.json", "metrics.jsonl", "evaluations.jsonl",
-        "answers.jsonl",
+        "answers.jsonl", "held_out.jsonl",
     }  # fmt: skip
     kept = [len([*(folder / "checkpoints").iterdir()]) for folder in folders]
     assert kept[0] == kept[1] in (2, 3)

@@ -1,9 +1,9 @@
 """Checks of tensors, at once, and of values on the device, all in one transfer.
 
-Shapes, dtypes and devices are known on the host. Values (target ids, masks that are not 0 or 1,
-`cu_seqlens`) live on the device, where reading them synchronizes; `ValueChecks` gathers those
-questions, so that a call that reads its row counts anyway asks them in the same transfer, and a
-call that reads nothing asserts them on the device.
+Shapes, dtypes and devices are known on the host. Values (target ids, NaN advantages, masks that are
+not 0 or 1, `cu_seqlens`) live on the device, where reading them synchronizes; `ValueChecks` gathers
+those questions, so that a call that reads its row counts anyway asks them in the same transfer, and
+a call that reads nothing asserts them on the device.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from numbers import Real
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +79,37 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a bool; got {value!r}")
 
 
+def as_number(value: Any) -> Any:
+    """Returns Python's number for another one, such as NumPy's, also of a 0-d array.
+
+    Everything else is returned as it is, tensors and bools too.
+    """
+    if type(value) in (bool, int, float, str, type(None)) or isinstance(value, Tensor):
+        return value
+    is_scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+    number = value.item() if is_scalar else value
+    if isinstance(number, bool) or not isinstance(number, Real):
+        return value
+    return int(number) if isinstance(number, Integral) else float(number)
+
+
+def plain_numbers(options: Any) -> None:
+    """Makes the numbers in the fields of a dataclass Python's, those in lists and dicts too."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if type(value) is list:
+            number: Any = [as_number(x) for x in value]
+        elif type(value) is dict:
+            number = {key: as_number(x) for key, x in value.items()}
+        else:
+            number = as_number(value)
+        if number is not value:
+            object.__setattr__(options, option.name, number)  # it may be frozen
+
+
 def check_number(name: str, value: object, expected: str = "of any size") -> float:
-    """Returns the value, a finite number within one of `RANGES`, or raises."""
+    """Returns the value as Python's number, finite and within one of `RANGES`, or raises."""
+    value = as_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__} {value!r}")
     if not -math.inf < value < math.inf:  # which torch.compile knows of a number that varies
@@ -110,8 +140,6 @@ def scalar(name: str, value: object, device: torch.device) -> float | Tensor:
         if value.device.type != "cpu":
             raise ValueError(f"{name}: expected a tensor on {device}; got one on {value.device}")
         value = value.item()
-    if isinstance(value, Real) and not isinstance(value, (bool, int, float)):
-        value = float(value)  # of NumPy
     return check_number(name, value)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ..base.checks import check_number
+from ..base.checks import check_number, plain_numbers
 from .explanation import Cause, Explanation, shares
 
 # The options of this library, and what peers call them.
@@ -102,6 +102,7 @@ class Thresholds:
     clipped: float = 0.5
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         for field in fields(self):
             check_number(f"thresholds.{field.name}", getattr(self, field.name), "> 0")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.checks import FLOATS, ValueChecks, check_tensor, flatten
+from ..base.checks import FLOATS, ValueChecks, as_number, check_tensor, flatten
 from ..base.layout import Layout, check_targets
 from ..base.outputs import GRPOLossOutput
 from ..kernels import select_backend
@@ -181,7 +181,7 @@ def join(parts: Sequence[Explanation], scales: Sequence[float] | None = None) ->
     """
     if not parts:
         raise ValueError("parts: expected one explanation at least; got none")
-    factors = [1.0] * len(parts) if scales is None else scales
+    factors = [1.0] * len(parts) if scales is None else [as_number(x) for x in scales]
     if len(factors) != len(parts):
         raise ValueError(f"scales: expected {len(parts)}, one for each part; got {len(factors)}")
     for i, part in enumerate(parts):
@@ -326,10 +326,11 @@ def _per_sequence(name: str, x: Any, count: int) -> list[Any]:
     shape = list(x.shape) if isinstance(x, Tensor) else [len(x)]
     if shape != [count]:
         raise ValueError(f"{name}: expected one for each of {count} sequences; got shape {shape}")
-    return x.tolist() if isinstance(x, Tensor) else list(x)
+    return x.tolist() if isinstance(x, Tensor) else [as_number(value) for value in x]
 
 
 def _groups(groups: Any, count: int) -> list[Any]:
+    groups = as_number(groups)
     if groups is None:
         return [None] * count
     if not isinstance(groups, int) or isinstance(groups, bool):

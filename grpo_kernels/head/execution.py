@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ..base.checks import check_bool, check_choice
+from ..base.checks import check_bool, check_choice, plain_numbers
 from ..kernels import BACKENDS
 
 
@@ -26,9 +23,6 @@ class Execution:
             whatever the other tokens of the call, their order and the chunks: every GEMM has 256
             rows, padded if there are fewer. The gradient of `weight` is reproducible but not
             invariant. Does not work with a support.
-        matmul: `matmul(a, b)`, a matrix product that replaces torch's for logits and the gradient
-            of `hidden`, such as that of a batch-invariant sampler. LoRA and bias still use torch's.
-            Does not work with a support. None: `torch.mm`.
         capturable: never reads from the device, so that a CUDA graph can capture the call: every
             row takes part, also masked ones and those with advantage 0, and assertions on the
             device check values. Does not work with a support.
@@ -44,11 +38,11 @@ class Execution:
     backend: str = "auto"
     chunk_bytes: int | None = None
     batch_invariant: bool = False
-    matmul: Callable[[Tensor, Tensor], Tensor] | None = None
     capturable: bool = False
     keep_gradients: bool = True
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         check_choice("backend", self.backend, BACKENDS)
         size = self.chunk_bytes
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -56,10 +50,6 @@ class Execution:
         check_bool("batch_invariant", self.batch_invariant)
         check_bool("capturable", self.capturable)
         check_bool("keep_gradients", self.keep_gradients)
-        if self.matmul is not None and not callable(self.matmul):
-            raise TypeError(
-                f"matmul: expected a function of two tensors, or None; got {self.matmul!r}"
-            )
 
 
 def check_execution(execution: object) -> Execution:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.checks import FLOATS, check_choice, check_number, check_tensor
+from ..base.checks import FLOATS, check_choice, check_number, check_tensor, plain_numbers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,6 +58,7 @@ class VocabRanks:
                     "ranks.group: expected a torch.distributed process group that this rank is in; "
                     f"got {self.group!r}"
                 )
+        plain_numbers(self)
         if self.start is not None and (
             isinstance(self.start, bool) or not isinstance(self.start, int)
         ):
@@ -109,6 +110,7 @@ class LMHead:
 
     def __post_init__(self) -> None:
         self._check_tensors()
+        plain_numbers(self)
         check_number("logit_scale", self.logit_scale, "> 0, as a float32")
         for name in ("softcap", "temperature"):
             value = getattr(self, name)

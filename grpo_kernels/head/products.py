@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .budget import gpu
-from .execution import Execution
 from .row_plan import slices
 
 # Rows of every GEMM of a batch-invariant call: few lost in a call's last ones, and enough that the
@@ -23,44 +21,17 @@ _CPU_UPCAST_BYTES = 16 << 20
 _GPU_UPCAST_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class Products:
-    """The products of one call.
+def add_product(out: Tensor, a: Tensor, b: Tensor, *, beta: float, multiple: int) -> None:
+    """`out <- beta out + a @ b`, each GEMM of `multiple` rows; 1: one GEMM of all.
 
-    Args:
-        multiple: rows of a product with rows; 1: any.
-        matmul: the caller's own product, for those with the head's weight; None: torch's.
+    `a [C, J]`, `b [J, K]`, `out [C, K]`, C a multiple of `multiple`.
     """
-
-    multiple: int = 1
-    matmul: Callable[[Tensor, Tensor], Tensor] | None = None
-
-    @staticmethod
-    def of(execution: Execution) -> Products:
-        return Products(INVARIANT_ROWS if execution.batch_invariant else 1, execution.matmul)
-
-    def padded(self, count: int) -> int:
-        """`count`, or the next multiple of the rows of a product."""
-        return -(-count // self.multiple) * self.multiple
-
-    def rows(
-        self, a: Tensor, b: Tensor, out: Tensor, *, beta: float = 0.0, is_weight: bool = True
-    ) -> None:
-        """`out <- beta out + a @ b`, by the caller's `matmul` if there is one and b `is_weight`.
-
-        `a [C, J]`, `b [J, K]`, `out [C, K]`, C a multiple of `multiple`.
-        """
-        matmul = self.matmul if is_weight else None
-        step = len(out) if self.multiple == 1 else self.multiple
-        for part in slices(0, len(out), max(step, 1)):
-            if len(b) == 1 and beta == 1.0:
-                out[part].addr_(a[part, 0], b[0])  # exactly, where a GEMM may be TF32
-            elif matmul is None:
-                addmm(out[part], a[part], b, beta=beta)
-            elif beta:
-                out[part].add_(matmul(a[part], b))
-            else:
-                out[part].copy_(matmul(a[part], b))
+    step = len(out) if multiple == 1 else multiple
+    for part in slices(0, len(out), max(step, 1)):
+        if len(b) == 1 and beta == 1.0:
+            out[part].addr_(a[part, 0], b[0])  # exactly, where a GEMM may be TF32
+        else:
+            addmm(out[part], a[part], b, beta=beta)
 
 
 def addmm(out: Tensor, a: Tensor, b: Tensor, *, beta: float) -> None:

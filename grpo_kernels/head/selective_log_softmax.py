@@ -79,18 +79,18 @@ def checked(
     checks = ValueChecks()
     layout = Layout.of("targets", targets, None, checks)
     check_target_ids(flat_targets, None, V, checks)
-    _check_temperature(temperature)
+    temperature = _check_temperature(temperature)
     transform = LogitTransform(temperature=layout.flat_temperature(temperature, None, checks))
     checks.check_without_sync()
     return flat_targets, transform, kernels
 
 
-def _check_temperature(temperature: object) -> None:
-    if isinstance(temperature, Tensor):
-        if temperature.requires_grad:
-            raise ValueError("temperature: expected a constant; got a tensor requiring grad")
-        return
-    check_number("temperature", temperature, "> 0")
+def _check_temperature(temperature: object) -> float | Tensor:
+    if not isinstance(temperature, Tensor):
+        return check_number("temperature", temperature, "> 0")
+    if temperature.requires_grad:
+        raise ValueError("temperature: expected a constant; got a tensor requiring grad")
+    return temperature
 
 
 def _chunks_of(logits: Tensor) -> list[tuple[slice, Tensor]]:

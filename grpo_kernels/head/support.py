@@ -257,11 +257,8 @@ class _EntryLogits(torch.autograd.Function):
 
 def refuse_with(execution: Execution) -> None:
     """Refuses what a support cannot be computed with."""
-    if execution.batch_invariant or execution.matmul is not None:
-        raise ValueError(
-            "support does not work with batch_invariant=True or matmul: pass no support, or leave "
-            "these at their defaults"
-        )
+    if execution.batch_invariant:
+        raise ValueError("support does not work with batch_invariant=True: pass one of the two")
     if execution.capturable:
         raise ValueError(
             "support does not work with capturable=True, as the number of entries is read from the "

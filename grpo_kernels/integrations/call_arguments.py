@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..base.checks import INTEGERS, check_tensor
+from ..base.checks import INTEGERS, as_number, check_tensor
 from .hf_head import body_of
 
 # Arguments that no signature of a model need have: the head's, and those of transformers'
@@ -97,7 +97,7 @@ class Labels:
             ValueError: there are none, or both kinds; `logits_to_keep` is no whole number.
         """
         labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-        keep = kwargs.pop("logits_to_keep", 0)
+        keep = as_number(kwargs.pop("logits_to_keep", 0))
         if (labels is None) == (shifted is None):
             raise ValueError(
                 "labels: expected token ids [B, S] (-100: not scored), or shift_labels; got "

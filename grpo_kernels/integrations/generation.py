@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.checks import as_number
 from ..head.lm_head import Support
 from .private import logits_processors
 
@@ -85,6 +86,7 @@ class SupportRecorder(LogitsProcessor):
         top_p: float | None = 1.0,
         min_p: float | None = None,
     ) -> None:
+        temperature, top_k, top_p, min_p = map(as_number, (temperature, top_k, top_p, min_p))
         self._warpers: list[Any] = []
         if temperature != 1.0:
             self._warpers.append(TemperatureLogitsWarper(float(temperature)))

@@ -5,11 +5,6 @@ With R the reward of a completion, and mean and std (of n - 1) over the completi
     A = (R - mean) / (std + eps)         scale="group"
     A = (R - mean) / (std of all + eps)  scale="batch"
     A = R - mean                         scale="none"
-    A = (R - mean) / (mean + eps)        scale="mean", for rewards >= 0
-
-In the place of the group's mean may be that of its tokens, sum L R / sum L with L the lengths of
-the completions (baseline="length"), or for the best completion the second best's reward, where all
-others have advantage 0 (baseline="runner_up").
 
 Several reward functions are weighed and summed into R ("sum_then_normalize"), or each normalised
 within the group first, and their weighted sum R' over the batch ("normalize_then_sum", GDPO):
@@ -17,8 +12,7 @@ within the group first, and their weighted sum R' over the batch ("normalize_the
     A = (R' - mean of all R') / (std of all R' + eps)
 
 References: GRPO, arXiv:2402.03300; no std, arXiv:2503.20783; std of the batch, arXiv:2508.08221;
-GDPO, arXiv:2601.05242; division by the mean (MaxRL), arXiv:2602.02710; means of tokens (OPO),
-arXiv:2505.23585; the best less the second best, for pass@k, arXiv:2503.19595.
+GDPO, arXiv:2601.05242.
 """
 
 from __future__ import annotations
@@ -28,13 +22,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..base.checks import FLOATS, INTEGERS, check_choice, check_number, check_tensor
+from ..base.checks import FLOATS, INTEGERS, as_number, check_choice, check_number, check_tensor
 from ..base.sequences import widened
 from .config import KL_ESTIMATORS
 from .objective import kl_estimate
 
-SCALES = ("group", "batch", "none", "mean")
-BASELINES = ("mean", "length", "runner_up")
+SCALES = ("group", "batch", "none")
 REWARD_AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
@@ -45,8 +38,6 @@ def group_advantages(
     scale: str = "group",
     weights: Sequence[float] | Tensor | None = None,
     aggregation: str = "sum_then_normalize",
-    baseline: str = "mean",
-    lengths: Tensor | None = None,
     eps: float = 1e-4,
 ) -> Tensor:
     """Computes each completion's advantage relative to its group.
@@ -65,14 +56,11 @@ def group_advantages(
             mean and std, and its advantage is 0.
         groups: the size of all groups, whose completions are consecutive; or `[B]`, the integer id
             of each completion's group, in any order, for groups of any size.
-        scale: the divisor of the difference to the baseline: `"group"` (std of the group),
-            `"batch"` (std of all), `"none"`, or `"mean"` (mean of the group, for rewards >= 0).
+        scale: the divisor of the difference to the group's mean: `"group"` (std of the group),
+            `"batch"` (std of all), or `"none"`.
         weights: `[R]`, weights of the reward functions; None: 1 each.
         aggregation: `"sum_then_normalize"`, or `"normalize_then_sum"` (GDPO), which needs
-            `scale="group"` and `baseline="mean"`.
-        baseline: `"mean"` of the group; `"length"`: mean over its tokens; `"runner_up"`: the best
-            completion gets its reward minus the second best's, all others 0.
-        lengths: `[B]`, the number of tokens of each completion, for `baseline="length"`.
+            `scale="group"`.
         eps: added to the divisor.
 
     Returns:
@@ -87,22 +75,12 @@ def group_advantages(
         raise ValueError(f"rewards: expected shape [B] or [B, R]; got {list(rewards.shape)}")
     check_choice("scale", scale, SCALES)
     check_choice("aggregation", aggregation, REWARD_AGGREGATIONS)
-    check_number("eps", eps, "> 0")
-    check_choice("baseline", baseline, BASELINES)
-    for name, value, own in (("scale", scale, "group"), ("baseline", baseline, "mean")):
-        if aggregation == "normalize_then_sum" and value != own:
-            raise ValueError(
-                f"{name}: expected {own!r}, as aggregation='normalize_then_sum' has differences "
-                f"and divisions of its own; got {value!r}"
-            )
-    if (lengths is None) == (baseline == "length"):
+    eps = check_number("eps", eps, "> 0")
+    if aggregation == "normalize_then_sum" and scale != "group":
         raise ValueError(
-            f"lengths: expected {'[B] numbers' if lengths is None else 'None'} with "
-            f"baseline={baseline!r}; got {'None' if lengths is None else 'a tensor'}"
+            f"scale={scale!r} does not work with aggregation='normalize_then_sum', which divides "
+            "by both stds: pass scale='group'"
         )
-    if lengths is not None:
-        check_tensor("lengths", lengths, shape=rewards.shape[:1], device=rewards.device)
-        lengths = widened(lengths)[:, None]
     values = widened(rewards.detach())
     values = values[:, None] if rewards.ndim == 1 else values  # [B, R]
     factors = _weights(weights, values)
@@ -111,17 +89,8 @@ def group_advantages(
 
     if aggregation == "sum_then_normalize":
         total = (values * factors).nansum(1).masked_fill(unscorable, torch.nan)[:, None]
-        mean = per_group.mean(total)
-        match baseline:
-            case "length":
-                advantages = total - per_group.mean(total, lengths)
-            case "runner_up":
-                advantages = per_group.lead(total)
-            case _:
-                advantages = total - mean
-        if scale == "mean":
-            advantages = advantages / (mean + eps)
-        elif scale == "group":
+        advantages = total - per_group.mean(total)
+        if scale == "group":
             advantages = advantages / (per_group.std(total) + eps)
         elif scale == "batch":
             advantages = advantages / (overall.std(total) + eps)
@@ -165,7 +134,7 @@ def per_token_kl(
     check_tensor("ref_logps", ref_logps, shape=logps.shape, dtypes=FLOATS, device=logps.device)
     check_choice("estimator", estimator, KL_ESTIMATORS)
     if clamp is not None:
-        check_number("clamp", clamp, "> 0")
+        clamp = check_number("clamp", clamp, "> 0")
     dtype = torch.promote_types(torch.float32, logps.dtype)
     d = ref_logps.to(dtype) - logps.to(dtype)
     if mask is not None:
@@ -196,7 +165,7 @@ class _Groups:
     """Statistics over groups, each given back to every member; NaN values take no part."""
 
     def __init__(self, groups: object, values: Tensor) -> None:
-        B = values.shape[0]
+        B, groups = values.shape[0], as_number(groups)
         if isinstance(groups, Tensor):
             check_tensor("groups", groups, shape=(B,), dtypes=INTEGERS, device=values.device)
             self.ids = groups.unique(return_inverse=True)[1]
@@ -220,20 +189,8 @@ class _Groups:
     def _count(self, x: Tensor) -> Tensor:
         return self._sum((~x.isnan()).to(x.dtype))
 
-    def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        if weights is None:
-            return self._sum(x) / self._count(x)
-        weights = weights.masked_fill(x.isnan(), 0.0)
-        return self._sum(weights * x) / self._sum(weights)
-
-    def lead(self, x: Tensor) -> Tensor:
-        """Lead of the best of each group over the second best; 0 for all others."""
-        x = x.masked_fill(x.isnan(), -torch.inf)
-        best = self._largest(x)
-        is_best = x == best
-        alone = is_best & (self._sum(is_best.to(x.dtype)) == 1)
-        second = self._largest(x.masked_fill(alone, -torch.inf))
-        return torch.where(alone & second.isfinite(), x - second, 0.0)
+    def mean(self, x: Tensor) -> Tensor:
+        return self._sum(x) / self._count(x)
 
     def _largest(self, x: Tensor) -> Tensor:
         lowest = torch.full((self.size, x.shape[1]), -torch.inf, dtype=x.dtype, device=x.device)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.checks import RANGES, check_bool, check_choice, check_number
+from ..base.checks import RANGES, check_bool, check_choice, check_number, plain_numbers
 from .losses import AGGREGATIONS, LOSS_TYPES, LOSSES, RATIO_LEVELS, Loss, OwnLoss, flat_fields
 
 # Those whose denominator counts tokens; that of the others counts sequences.
@@ -134,6 +134,7 @@ class GRPOLossConfig:
     dppo_ratio_max: float = 20.0
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         for option_field in fields(self):
             _check_field(
                 option_field.name,
@@ -339,6 +340,8 @@ _SPECIFIC = {"aggregation"}.union(*map(flat_fields, LOSS_TYPES))
 
 def _check_loss(loss: Loss) -> None:
     loss_fields: tuple[Field[Any], ...] = fields(loss) if is_dataclass(loss) else ()
+    if loss_fields:
+        plain_numbers(loss)
     for option_field in loss_fields:
         expected = option_field.metadata.get("expected")
         if expected is not None and not isinstance(expected, tuple):

@@ -83,8 +83,7 @@ def topk_kl(
 def make_divergence(argument: str, name: str, beta: float) -> Divergence:
     """Returns the divergence of that name; an error names the caller's argument."""
     check_choice(argument, name, tuple(DIVERGENCES))
-    check_number("beta", beta, "in (0, 1)")
-    return DIVERGENCES[name](beta)
+    return DIVERGENCES[name](check_number("beta", beta, "in (0, 1)"))
 
 
 def divergence_addends(s: Tensor, t: Tensor, divergence: Divergence) -> Tensor:

@@ -63,8 +63,15 @@ def loss_inputs(
     flat = {k: None if x is None else layout.flat(k, x, dtype) for k, x in constants.items()}
     if (ce_weights := flat.get("ce_weights")) is not None:
         checks.add(~ce_weights.isfinite(), "ce_weights: expected finite numbers; got NaN or inf")
+    flat_advantages = layout.flat_advantages(advantages, checks, dtype)
+    unknown = flat_advantages - flat_advantages != 0  # in fewer launches than isfinite
+    checks.add(
+        unknown if mask is None else unknown & mask,
+        "advantages: expected finite numbers at unmasked positions; got NaN or inf: mask these "
+        "tokens",
+    )
     inputs = LossInputs(
-        advantages=layout.flat_advantages(advantages, checks, dtype),
+        advantages=flat_advantages,
         weights=aggregation_weights(config, mask_float, count, sequences, num_items),
         count=count,
         mask=mask,

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
+from ..base.checks import plain_numbers
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, OwnLoss
 
@@ -174,6 +175,7 @@ class TrainingConfig(GRPOLossConfig):
     """Seed of all random numbers."""
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         loss_options = {*GRPOLossConfig.__dataclass_fields__} - {"max_completion_length"}
         for name, hint in get_type_hints(type(self)).items():
             if name in loss_options:  # `loss_config` checks them

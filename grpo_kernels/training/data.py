@@ -61,8 +61,8 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
             # No evaluation asks for the others, which need no answer.
             questions = ({key: row.get(key) for key in ("prompt", "question")} for _, row in rows)
             unanswered = [problem_of(question, config) for question in questions]
-    if config.eval_dataset and config.eval_size:
-        held_out = load_to_answer(config, config.eval_dataset)[0]
+    if config.eval_dataset:
+        held_out = load_to_answer(config)[0]
     train = _without(train, [*held_out, *unanswered], name)
     if not train:
         raise ValueError(f"dataset: expected at least one problem to train on; got none in {name}")
@@ -81,17 +81,16 @@ def _without(train: list[Problem], held_out: list[Problem], name: str) -> list[P
     return unseen
 
 
-def load_to_answer(
-    config: TrainingConfig, name: str, most: int | None = None
-) -> tuple[list[Problem], str]:
-    """The problems of a dataset that an evaluation answers, and a sentence that says which.
+def load_to_answer(config: TrainingConfig, most: int | None = None) -> tuple[list[Problem], str]:
+    """The problems that an evaluation answers, and a sentence that says which.
 
-    They are the first `most` (None: all) of the split `test`, else of `validation`, else of
-    `train`, else of the file.
+    They are the first `most` (None: all) of the split `test`, else of `validation`; of an
+    `eval_dataset` else of `train`, else of the file, as no run with these options trains on it.
 
     Raises:
-        ValueError, ConnectionError: as `load`.
+        ValueError, ConnectionError: as `load`; a run would train on the problems.
     """
+    name = config.eval_dataset or config.dataset
     if _is_function(name):
         problems, source = _from_function(name, config)[1], f"held out by {name}"
     else:
@@ -101,6 +100,11 @@ def load_to_answer(
             raise ValueError(
                 f"dataset: expected a split test, validation or train; got {sorted(splits)} in "
                 f"{name}"
+            )
+        if split not in _HELD_OUT and not config.eval_dataset:
+            raise ValueError(
+                f"dataset={name} does not work with training.evaluate, as a run trains on its "
+                "problems: pass eval_dataset, such as held_out.jsonl of the run's folder"
             )
         problems = _problems(islice(splits[split], most and most + 1), config, True)
         source = f"of split {split} of {name}" if split else f"of {name}"

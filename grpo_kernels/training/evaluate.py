@@ -2,10 +2,10 @@
 
     python -m grpo_kernels.training.evaluate run.yaml --model FOLDER
 
-answers problems with the likeliest tokens, and by `--num_generations` samples: those of
-`--eval_dataset`, or of `--dataset` the split test, else validation, else all there are; with
-`--eval_size` so many. Options are those of the training, in its own file if there is one. A new
-folder, `--output` or one like it, gets the answers and a report.
+answers problems with the likeliest tokens, and by `--num_generations` samples: all of
+`--eval_dataset`, or of `--dataset` the split test, else validation; with `--eval_size` so many. A
+run writes its own to `held_out.jsonl` in its folder. Options are those of the training, in its own
+file if there is one. A new folder, `--output` or one like it, gets the answers and a report.
 """
 
 from __future__ import annotations
@@ -203,9 +203,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator = ranks.make_accelerator(config)
     check_rollout(config, accelerator)
     rewards = resolve_rewards(config.rewards)
-    dataset = config.eval_dataset or config.dataset
-    problems, which = load_to_answer(config, dataset, config.eval_size or None)
-    check_rewards(rewards, problems, dataset, compared=True)
+    try:
+        problems, which = load_to_answer(config, config.eval_size or None)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    check_rewards(rewards, problems, config.eval_dataset or config.dataset, compared=True)
     model, tokenizer = load_model(config)
     set_pad_token(tokenizer, model)
     say = tqdm.write if accelerator.is_main_process else lambda _: None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,17 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Writes a file, whole or not at all."""
+    _replace(path, json.dumps(values, indent=1) + "\n")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a file with a row per line, whole or not at all."""
+    _replace(path, "".join(json.dumps(_json_safe(row), default=_plain) + "\n" for row in rows))
+
+
+def _replace(path: Path, text: str) -> None:
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(values, indent=1) + "\n")
+    scratch.write_text(text)
     scratch.replace(path)
 
 
@@ -64,10 +73,7 @@ def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:
     for name in NAMES:
         path = folder / name
         if path.exists():
-            lines = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= step]
-            scratch = path.with_suffix(".tmp")
-            scratch.write_text("".join(lines))
-            scratch.replace(path)
+            write_rows(path, [row for row in read(path) if row["step"] <= step])
 
 
 def _plain(x: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base.memory import ran_out_of_memory
 from ..integrations.private import forget_forward
-from . import checkpoint, ranks
+from . import checkpoint, logs, ranks
 from .answers import is_correct as answer_is_correct
 from .config import TrainingConfig
 from .data import Problem
@@ -58,8 +58,9 @@ class Trainer:
             put something around that one, set it: `trainer.rollout = Mine(trainer.rollout)`.
 
     `train()` runs it. The run's folder then has `config.json`, logs (`metrics.jsonl` with one row
-    per step, samples, evaluations and answers), `checkpoints/`, `report.html` and `model/`. Who
-    shows these is in `run.observers`, a list that may be changed; anyone may add to `metrics`.
+    per step, samples, evaluations and answers), `held_out.jsonl`, `checkpoints/`, `report.html` and
+    `model/`. Who shows these is in `run.observers`, a list that may be changed; anyone may add to
+    `metrics`.
     """
 
     def __init__(
@@ -336,6 +337,8 @@ class Trainer:
         """Makes the run's folder, or resumes the run in it."""
         run, counts = self.run, (len(self.train_problems), len(self.held_out))
         path = run.open()
+        if self.held_out and self.accelerator.is_main_process:
+            logs.write_rows(self.config.folder / "held_out.jsonl", self.held_out)
         self.explanations.open(run.step)
         for text in introduction(self.config, self.accelerator, self.policy, *counts):
             run.print_main(text)

@@ -1,5 +1,6 @@
 """The recorder of kept words: the samples and the supports of transformers' own warpers."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,6 +81,20 @@ def test_what_generate_keeps(case):
             sizes.add(len(token_set))
     assert max(sizes) < 257
     assert len(sizes) > 1 or case == "top_k"
+
+
+@pytest.mark.parametrize("kinds", ((np.float32, np.int64), (np.array, np.array)), ids=str)
+def test_numbers_of_numpy(kinds):
+    (real, whole), options = kinds, {"temperature": 0.5, "top_p": 0.75, "min_p": 0.125}
+    recorders = [
+        SupportRecorder(**options, top_k=9),
+        SupportRecorder(**{name: real(x) for name, x in options.items()}, top_k=whole(9)),
+    ]
+    expected, actual = (
+        [recorded_sample(flat_model(), x), *x.supports([STEPS] * 3)] for x in recorders
+    )
+    for one, other in zip(expected, actual, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 # Defaults of a model by which `generate` would sample from other scores.

@@ -7,18 +7,21 @@ from importlib import metadata
 from types import ModuleType
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.batches import clean, make_batch, relative_error
+from tests.helpers.head_options import watch_products
 
 pytest.importorskip("liger_kernel", reason="needs the extra 'test'")
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
 from grpo_kernels import GRPOLossConfig, reference
 from grpo_kernels.head.execution import Execution
+from grpo_kernels.head.products import INVARIANT_ROWS
 from grpo_kernels.integrations import patching
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss, patch_liger
 from grpo_kernels.integrations.verl import linear_cross_entropy
@@ -145,15 +148,15 @@ def test_where_liger_is_wrong(loss_type):
     assert relative_error(theirs["weight"], weight.grad) > 1e-2
 
 
-def test_half_precision_and_the_execution():
+def test_half_precision_and_the_execution(monkeypatch):
     """Gradients are bf16's, near those of the same inputs in float32."""
     options = {"beta": 0.0, "use_ref_model": False}
     batch = make_batch(B=4, T=9)
     head = {"hidden": batch.hidden.nan_to_num().bfloat16(), "weight": batch.weight.bfloat16()}
-    product = MagicMock(side_effect=lambda a, b: a.float() @ b.float())
-    module = FusedLinearGRPOLoss(execution=Execution(matmul=product), **options)
+    watch_products(monkeypatch, product := MagicMock(wraps=torch.mm))
+    module = FusedLinearGRPOLoss(execution=Execution(batch_invariant=True), **options)
     _, (clipped,), grads = run(module, batch, {**head, "bias": None}, {})
-    assert product.called
+    assert {len(call.args[0]) for call in product.mock_calls} == {INVARIANT_ROWS}
     assert clipped == 0 and grads["weight"].dtype == torch.bfloat16
     wide = {name: x.float() for name, x in head.items()}
     _, _, expected = run(FusedLinearGRPOLoss(**options), batch, {**wide, "bias": None}, {})
@@ -170,6 +173,31 @@ def test_log_probs_win_over_states_of_the_reference():
     with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
         loss, _ = module(*call, ref_per_token_logps=logps, ref_input=states, ref_weight=weight)
     assert torch.equal(loss, expected)
+
+
+@pytest.mark.parametrize("real", (np.float32, np.array))
+def test_numbers_of_numpy(real):
+    batch = make_batch(B=4, T=9)
+    head = {"hidden": batch.hidden.nan_to_num(), "weight": batch.weight, "bias": None}
+    options = {"epsilon_low": 0.25, "epsilon_high": 0.5, "delta": 1.75, "temperature": 0.5}
+    modules = (
+        FusedLinearGRPOLoss(beta=beta, use_ref_model=False, **numbers)
+        for beta, numbers in ((0.0, options), (real(0.0), {k: real(x) for k, x in options.items()}))
+    )
+    expected, actual = (run(module, batch, head, {}) for module in modules)
+    assert torch.equal(actual[0], expected[0]) and expected[0] != 0
+    assert torch.equal(actual[2]["weight"], expected[2]["weight"])
+    args = head["hidden"], batch.weight, batch.targets.clamp(min=0)
+    assert torch.equal(*(linear_cross_entropy(*args, x)[0] for x in (0.5, real(0.5))))
+
+
+def test_advantages_are_numbers():
+    batch = make_batch(B=4, T=9)
+    call = (batch.hidden.nan_to_num(), batch.weight, batch.targets.clamp(min=0), batch.mask)
+    with pytest.raises(ValueError, match=r"^advantages: expected finite numbers at unmasked"):
+        FusedLinearGRPOLoss(beta=0.0, use_ref_model=False)(
+            *call, torch.tensor([1.0, -1.0, torch.nan, 0.5])
+        )
 
 
 def test_verl_s_reductions():

@@ -3,13 +3,16 @@
 import inspect
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from grpo_kernels import GRPOLossConfig, grpo_loss
 from grpo_kernels.head.execution import Execution
+from grpo_kernels.head.products import INVARIANT_ROWS
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head, detach_fused_head
+from tests.helpers.head_options import watch_products
 from tests.helpers.model_families import COMMON, FAMILIES, LORAS, family_model, llava, with_lora
 from tests.helpers.quantised import Quantised
 from tests.helpers.tiny_models import V, make_model
@@ -387,15 +390,38 @@ def test_load_balancing_of_experts():
         assert out.aux_loss.requires_grad
 
 
-def test_the_execution():
-    product = MagicMock(wraps=torch.mm)
-    _, call = with_head(execution=Execution(matmul=product))
+def test_the_execution(monkeypatch):
+    """Each product of an invariant call has as many rows."""
+    watch_products(monkeypatch, product := MagicMock(wraps=torch.mm))
+    _, call = with_head(execution=Execution(batch_invariant=True))
     loss = call(Objective(ADVANTAGES)).loss
-    assert product.called
+    assert {len(call.args[0]) for call in product.mock_calls} == {INVARIANT_ROWS}
     product.reset_mock()
     other = call(Objective(ADVANTAGES, execution=Execution())).loss
     torch.testing.assert_close(other, loss)
-    assert not product.called
+    assert product.called
+    assert not any(len(call.args[0]) == INVARIANT_ROWS for call in product.mock_calls)
+
+
+@pytest.mark.parametrize("kinds", ((np.float32, np.int64), (np.array, np.array)), ids=str)
+def test_numbers_of_numpy(kinds):
+    real, whole = kinds
+    expected, actual = (
+        with_head(temperature=first)[1](
+            Objective(ADVANTAGES, temperature=second, num_items=items), logits_to_keep=keep
+        )
+        for first, second, items, keep in (
+            (0.5, 0.75, 7, T), (real(0.5), real(0.75), whole(7), whole(T)),
+        )
+    )  # fmt: skip
+    assert torch.equal(actual.loss, expected.loss) and torch.equal(actual.logps, expected.logps)
+    assert expected.loss != 0 and actual.logps.shape[1] == T
+
+
+def test_advantages_are_numbers():
+    _, call = with_head()
+    with pytest.raises(ValueError, match=r"^advantages: expected finite numbers at unmasked"):
+        call(Objective(ADVANTAGES.clone().index_fill(0, torch.tensor([0]), torch.nan)))
 
 
 def test_bf16_with_a_float32_head():

@@ -21,6 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from grpo_kernels.head.execution import Execution
+from grpo_kernels.head.products import INVARIANT_ROWS
 from grpo_kernels.integrations.patching import is_ours
 from grpo_kernels.integrations.transformers import attach_fused_head
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, exact_kl, micro_batch, patch_trl
@@ -29,6 +30,7 @@ from grpo_kernels.integrations.trl.loss import OF_TRLS_LOSS, check_is_due, check
 from grpo_kernels.integrations.trl.state import Options, State
 from grpo_kernels.integrations.trl.versions import NEWEST, OLDEST, check_version
 from grpo_kernels.loss.losses import LOSSES, Clip, flat_fields
+from tests.helpers.head_options import watch_products
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trl_runs import (
     TWICE,
@@ -147,11 +149,10 @@ def test_the_same_run(case, tmp_path):
         ({"top_entropy_quantile": 0.4}, 3),
     ),
 )
-def test_logits_are_made_once_where_the_loss_is_of_tokens(options, products, tmp_path):
+def test_logits_are_made_once_where_the_loss_is_of_tokens(options, products, tmp_path, monkeypatch):
     """The head's products: logits, again where need be, and the gradient of the states."""
-    product = MagicMock(wraps=torch.mm)
-    execution = Execution(matmul=product)
-    losses, *_ = trained(FusedGRPOTrainer, tmp_path, execution=execution, max_steps=1, **options)
+    watch_products(monkeypatch, product := MagicMock(wraps=torch.mm))
+    losses, *_ = trained(FusedGRPOTrainer, tmp_path, max_steps=1, **options)
     assert product.call_count == products * len(losses)
 
 
@@ -259,7 +260,7 @@ def test_ratios_of_equal_weights_are_exactly_1(size, tmp_path):
     assert len(outside) >= 3 and not any(outside)
 
 
-def test_patched(tmp_path):
+def test_patched(tmp_path, monkeypatch):
     theirs = trained(GRPOTrainer, tmp_path / "a")
     original = GRPOTrainer._compute_loss
     with patch_trl():
@@ -268,9 +269,10 @@ def test_patched(tmp_path):
         with pytest.raises(RuntimeError, match=r"is patched already: call undo\(\)"):
             patch_trl()
     assert GRPOTrainer._compute_loss is original and not is_ours(GRPOTrainer.__init__)
-    patched = patch_trl(execution=Execution(matmul=(product := MagicMock(wraps=torch.mm))))
+    patched = patch_trl(execution=Execution(batch_invariant=True))
+    watch_products(monkeypatch, product := MagicMock(wraps=torch.mm))
     assert_same_run(trained(GRPOTrainer, tmp_path / "c"), theirs)
-    assert product.called
+    assert {len(call.args[0]) for call in product.mock_calls} == {INVARIANT_ROWS}
     patched.undo()
     patched.undo()
     assert GRPOTrainer._compute_loss is original

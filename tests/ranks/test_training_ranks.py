@@ -171,7 +171,7 @@ def test_ranks_of_an_evaluation_draw_different_samples(ranks, tiny_model, tmp_pa
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([json.dumps({"prompt": "1 + 1 = ", "answer": 2})] * 2))
     evaluation = functools.partial(
-        evaluated, model=tiny_model, output=tmp_path / "t", dataset=path, num_generations=4,
+        evaluated, model=tiny_model, output=tmp_path / "t", eval_dataset=path, num_generations=4,
         max_completion_length=8,
     )  # fmt: skip
     samples, _ = ranks(evaluation, environment=ON_CPUS)

@@ -58,8 +58,7 @@ head/chunked_head.py: test_fused_grpo_loss
 head/chunked_head.py: test_products
     TargetReadout.forward: self.exps[strip] -> self.exps[: strip.stop - strip.start]
 head/products.py: test_products test_batch_invariant
-    Products.rows: len(out) if self.multiple == 1 else self.multiple -> len(out)
-    Products.rows: self.matmul if is_weight else None -> None
+    add_product: len(out) if multiple == 1 else multiple -> len(out)
 head/row_plan.py: test_plan
     order_of: ~group -> group
 head/plan.py: test_head_memory

@@ -40,7 +40,8 @@ def test_every_contender_has_a_row():
     assert [*rows] == [*CONTENDERS, FLOOR]
     ok = {name for name, row in rows.items() if row["status"] == "ok"}  # others need a GPU
     assert {BASELINE, *OURS, "TRL chunked head", "Liger fused linear"} <= ok
-    assert {name for name, row in rows.items() if "seconds" in row} == ok
+    timed = {name for name, row in rows.items() if "seconds" in row}
+    assert timed - ok == {name for name, row in rows.items() if row["status"] in checks.WRONG}
 
 
 def with_a_nan_in_a_gradient(w):
@@ -54,14 +55,15 @@ def raises(error):
 
 def at_full_size(loss):
     """A contender that is right on the few sequences that are checked first."""
-    return lambda w: (one_pass if len(w.advantages) == checks.CHECKED_SEQUENCES else loss)(w)
+    return lambda w, **_: (one_pass if len(w.advantages) == checks.CHECKED_SEQUENCES else loss)(w)
 
 
-# Contenders, and what their row says instead of a time.
+# Contenders, and what their row says: a peer that is wrong has times beside its errors.
 FAILING = {
     "off": (lambda w: 1.01 * one_pass(w), "wrong"),
     "shifted": (lambda w: one_pass(w) + 1, "wrong"),
     "with a NaN in a gradient": (with_a_nan_in_a_gradient, "wrong"),
+    "rounded": (lambda w: (1 + 2e-4) * one_pass(w), "wrong"),
     "raises": (
         lambda w: raises(RuntimeError("no such kernel\nand more")), "RuntimeError: no such kernel"),
     **{f"times {factor}": (at_full_size(lambda w, x=factor: x * one_pass(w)), "wrong in full")
@@ -71,7 +73,7 @@ FAILING = {
 }  # fmt: skip
 
 
-def test_a_contender_that_fails_has_a_row_and_no_time(monkeypatch):
+def test_a_peer_that_fails_has_a_row(monkeypatch, capsys):
     for name, (loss, _) in FAILING.items():
         monkeypatch.setitem(CONTENDERS, name, Contender(loss))
     rows = rows_of("--rounds", "3", "--limit-s", "0", "--peers", *FAILING)
@@ -81,7 +83,28 @@ def test_a_contender_that_fails_has_a_row_and_no_time(monkeypatch):
     assert statuses == dict.fromkeys((*good, FLOOR), "ok") | {k: x for k, (_, x) in FAILING.items()}
     # No round begins after the limit.
     rounds = {name: len(row["seconds"]) for name, row in rows.items() if "seconds" in row}
-    assert rounds == dict.fromkeys((*good, FLOOR), 1)
+    wrong = [name for name, status in statuses.items() if status in checks.WRONG]
+    assert rounds == dict.fromkeys((*good, FLOOR, *wrong), 1)
+    assert rows["rounded"]["d_hidden"] == pytest.approx(2e-4, rel=0.05)
+    line = re.search(r"rounded .*", capsys.readouterr().out)[0]
+    assert line.count("2.0e-04") == 2 and line.endswith(" wrong")
+
+
+@pytest.mark.parametrize("size", ("checked", "full"))
+def test_ours_that_is_wrong_has_no_time_and_fails(size, monkeypatch, capsys):
+    """Beside a peer that is wrong in the same way, which is no reason to be."""
+
+    def off(w, **_):
+        return (1 + 2e-4) * one_pass(w)
+
+    off = at_full_size(off) if size == "full" else off
+    for name in (BASELINE, OURS[0]):
+        monkeypatch.setitem(CONTENDERS, name, Contender(off))
+    options = ["--device", "cpu", "--workload", "dense", "--shapes", "512,500,16"]
+    with pytest.raises(SystemExit, match=f"failed: {OURS[0]}$"):
+        head.main([*options, "--rounds", "1", "--peers"])
+    out = capsys.readouterr().out
+    assert re.search(rf"{OURS[0]} +wrong", out) and re.search(rf"{BASELINE} .* wrong", out)
 
 
 @pytest.mark.parametrize("code", ("os._exit(3)", "time.sleep(60)"))
@@ -151,34 +174,38 @@ def test_the_suite_tells_time_memory_and_floor(tmp_path):
 
 WRONG = """
 from dataclasses import replace
-from pathlib import Path
 from benchmarks import measure
-from benchmarks.contenders import CONTENDERS, OURS, one_pass
-
-CALLS = Path(__file__).with_name("calls")
+from benchmarks.contenders import BASELINE, CONTENDERS, OURS, eager, one_pass
 
 def flipped(w, **execution):
     loss = one_pass(w, **execution)
     return 2 * loss.detach() - loss
 
-def other_norms(path):
-    with CALLS.open("a") as file:
-        file.write("x")
-    return [float(CALLS.stat().st_size)] * 2
+def rounded(w):
+    return (1 + 2e-4) * eager(w)
 
+def other_norms(path):
+    w = measure._held[path]
+    return [x + 2e-4 * x for x in measure.gradient_norms(w)]
+
+CONTENDERS[BASELINE] = replace(CONTENDERS[BASELINE], loss=rounded)
 CONTENDERS[OURS[0]] = replace(CONTENDERS[OURS[0]], loss=flipped)
 measure.kept_norms = other_norms
 """
 
 
-def test_the_suite_times_nothing_that_is_wrong(tmp_path):
-    """A wrong sign shows against float64, another gradient in a full step."""
+def test_the_suite_times_nothing_of_ours_that_is_wrong(tmp_path):
+    """A wrong sign shows against float64, another gradient in a full step; a peer's is told."""
     (tmp_path / "damages.py").write_text(WRONG)
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "PYTEST_PLUGINS": "damages"}
     process, rows = suite(tmp_path, "dense and (softmax or ours)", **env)
     assert [row["extra_info"]["contender"] for row in rows] == [BASELINE]
     assert "2 failed, 1 passed" in process.stdout
     assert re.search(r"'d_hidden': (1\.9|2\.0)", process.stdout), process.stdout
+    errors = rows[0]["extra_info"]["errors"]
+    assert errors["d_hidden"] == pytest.approx(2e-4, rel=0.1)
+    assert errors["step"] == pytest.approx(2e-4, rel=0.1)
+    assert re.search(r"2\.0e-04 above 1e-04: .*d_hidden, d_weight, step", process.stdout)
 
 
 def test_peak_memory_sees_what_comes_and_goes():

@@ -45,6 +45,17 @@ def test_code_runs(page, small_models, tmp_path, monkeypatch):
     exec("\n".join(CODE[page]), {"__name__": "docs"})
 
 
+def test_advantages_of_one_s_own_are_right():
+    page, names = Path("docs/objectives.md"), {"torch": torch}
+    exec(next(code for code in CODE[page] if "over_mean" in code), names)
+    for name, expected in {
+        "by_tokens": [[0.75, -0.25, 0.0], [-1.05, 0.95, -0.55]],
+        "over_mean": [[1.4, -1.0, -0.4], [-1.0, 1.4, -0.4]],
+        "lead": [[0.75, 0.0, 0.0], [0.0, 1.5, 0.0]],
+    }.items():
+        torch.testing.assert_close(names[name], torch.tensor(expected), msg=name)
+
+
 def anchors(text):
     titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
     slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
