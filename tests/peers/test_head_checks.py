@@ -9,7 +9,7 @@ from transformers.utils import TransformersKwargs
 
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.integrations.hf_head import check_logits
-from grpo_kernels.integrations.transformers import Objective, attach_fused_head
+from grpo_kernels.integrations.transformers import Objective, attach_fused_head, detach_fused_head
 from tests.helpers.model_families import LORAS, family_model, with_lora
 from tests.peers.test_transformers import (
     assert_same_gradients,
@@ -166,6 +166,39 @@ def test_autocast_inside_a_wrapped_forward_is_known():
         return out
 
     check_logits(with_outputs(family_model("llama"), wrapped))
+
+
+def half_lora(model):
+    """The model with a LoRA on its head, in the model's dtype."""
+    return with_lora(model, **LORAS["head"]).to(model.dtype)
+
+
+# Models whose logits take more than one step, from one in half precision.
+ROUNDED = {
+    **{name: (name, lambda x: x) for name in (
+        "phi", "gemma2", "recurrent_gemma", "nanochat", "cohere", "granitemoe", "falcon_h1")},
+    "lora": ("qwen2", lambda x: with_lora(x, **LORAS["head"])),
+    "lora of its dtype": ("qwen2", half_lora),
+    "lora, softcap": ("gemma2", half_lora),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+@pytest.mark.parametrize("case", ROUNDED)
+def test_rounded_logits_are_the_model_s_own(case, dtype):
+    family, change = ROUNDED[case]
+    model = change(family_model(family).to(dtype)).eval()
+    inputs, labels = batch_of()
+    gaps = {}
+    with torch.no_grad():
+        logps, _, _ = expected(model, inputs, labels)
+        for kind in ("fp32", "model"):
+            attach_fused_head(model, logits_dtype=kind)
+            out = model(**inputs, labels=labels, fused_head=True)
+            gaps[kind] = (out.logps - logps).abs().mean().item()
+            detach_fused_head(model)
+    # Sums and tanh that lie between two half-precision numbers may go the other way.
+    assert gaps["model"] < 0.1 * gaps["fp32"]
 
 
 # Values of transformers' own arguments of all models, of which none may be left out.
