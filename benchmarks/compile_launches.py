@@ -263,7 +263,12 @@ def _takes_most_registers(launch: KernelLaunch) -> bool:
 def _covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
     """Greedily covers all pairs; of launches that cover as many, that with more switched on."""
     uncovered = {launch: _pairs(launch) for launch in launches}
-    on = {x: sum(value is True for _, value in x.constants) for x in launches}
+    on = {
+        x: sum(
+            value is True or (name.endswith("STEPS") and value > 0) for name, value in x.constants
+        )
+        for x in launches
+    }
     chosen = []
     while any(uncovered.values()):
         best = max(uncovered, key=lambda x: (len(uncovered[x]), on[x], repr(x)))

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.utils import TransformersKwargs
 
-from grpo_kernels import GRPOLossConfig
+from grpo_kernels import Execution, GRPOLossConfig
 from grpo_kernels.integrations.call_arguments import Labels, check_one_sequence
 from grpo_kernels.integrations.hf_head import check_logits
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head, detach_fused_head
@@ -238,6 +238,9 @@ PACKED = (
 )
 ONES = torch.ones(3)
 SEQUENCE_LOSS = Objective(ONES, config=GRPOLossConfig(loss_type="grpo"))
+WITHOUT_READS = Objective(
+    ONES, config=GRPOLossConfig(loss_type="grpo"), execution=Execution(capturable=True)
+)
 # (arguments of the call, the error)
 NOT_CALLED = (
     ({"labels": None}, "labels: expected token ids .* got neither"),
@@ -260,6 +263,8 @@ NOT_CALLED = (
     ({"seq_idx": torch.zeros(3, 11).int(), "request": SEQUENCE_LOSS}, "seq_idx does not work"),
     *(({"position_ids": x, "labels": batch_of()[0]["input_ids"], "request": SEQUENCE_LOSS},
        "position_ids does not work with loss_type='grpo' and these options") for x in PACKED),
+    ({"position_ids": PACKED[0], "labels": batch_of()[0]["input_ids"], "request": WITHOUT_READS},
+     "position_ids does not work with loss_type='grpo' and these options"),
     ({"request": 1.0}, "fused_head: expected True or an Objective"),
     # Arguments that the model would ignore.
     *(({name: ONES}, f"'{name}' is not an argument of LlamaForCausalLM")
