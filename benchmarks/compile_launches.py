@@ -46,6 +46,10 @@ DTYPES = {
 }  # fmt: skip
 HALVES = (torch.bfloat16, torch.float16)
 GEMM_ARCHS = {8: ("sm_80",), 9: ("sm_90",), 10: ("sm_100",)}
+# Scale, softcap and what they are rounded to.
+STEPS = (
+    (1.0, None, None), (1.0, 30.0, None), (0.5, 30.0, torch.bfloat16), (0.5, None, torch.float16)
+)  # fmt: skip
 # Qwen's, GPT-2's, and less than a block.
 VOCABULARIES = (151_936, 50_257, 1003)
 
@@ -107,11 +111,11 @@ def head_launches() -> None:
     rows = 2
     targets, column = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
     temperatures: tuple[float | torch.Tensor, ...] = (1.0, column)
-    transforms = itertools.product((None, 30.0), temperatures, (False, True))
-    for softcap, temperature, entropy in transforms:
+    options = itertools.product(STEPS, temperatures, (False, True))
+    for (scale, softcap, rounding), temperature, entropy in options:
         for V in VOCABULARIES:
             logits = padded(rows, V, torch.float32)
-            transform = LogitTransform(1.0, softcap, temperature)
+            transform = LogitTransform(scale, softcap, temperature, rounding)
             triton_backend.token_stats(logits, targets, transform, entropy=entropy)
             if entropy:
                 # A head in bf16 keeps the exponentials apart, one in float32 on the logits.
@@ -134,8 +138,12 @@ def head_launches() -> None:
 def pair_launches() -> None:
     """Launches the kernels on two models' logits, with options on both and on none."""
     rows, targets, column = 2, torch.zeros(2, dtype=torch.int64), torch.ones(2)
-    transforms = [(x, x) for x in (LogitTransform(), LogitTransform(1.0, 30.0, column))]
-    for (policy, other), V in itertools.product(transforms, VOCABULARIES):
+    transforms = [
+        LogitTransform(scale, softcap, column if softcap else 1.0, rounding)
+        for scale, softcap, rounding in STEPS
+    ]
+    for policy, V in itertools.product(transforms, VOCABULARIES):
+        other = policy
         logits = padded(rows, V, torch.float32)
         stats = PairStats.empty(logits)
         divergences = [x() for x in DIVERGENCES.values()]
@@ -252,14 +260,19 @@ def _takes_most_registers(launch: KernelLaunch) -> bool:
     """Returns True for a softcap and an entropy beside one more operand; the report checks it."""
     flags = dict(launch.constants)
     more = flags.get("KEEPS_EXPS") and not flags.get("INVARIANT")
-    capped = flags.get("HAS_SOFTCAP") and flags.get("HAS_ENTROPY")
+    capped = flags.get("STEPS", 0) % 2 and flags.get("HAS_ENTROPY")
     return bool(capped and more and flags["BLOCK_V"] >= 2048)
 
 
 def _covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
     """Greedily covers all pairs; of launches that cover as many, that with more switched on."""
     uncovered = {launch: _pairs(launch) for launch in launches}
-    on = {x: sum(value is True for _, value in x.constants) for x in launches}
+    on = {
+        x: sum(
+            value is True or (name.endswith("STEPS") and value > 0) for name, value in x.constants
+        )
+        for x in launches
+    }
     chosen = []
     while any(uncovered.values()):
         best = max(uncovered, key=lambda x: (len(uncovered[x]), on[x], repr(x)))

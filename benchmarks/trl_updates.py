@@ -72,7 +72,7 @@ class Rewards:
 def timed(trainer_class: Any, clock: Clock, longest: int) -> Any:
     """A class of trainers that samples fixed completions and notes times and shapes."""
 
-    class Timed(trainer_class):  # type: ignore[misc]
+    class Timed(trainer_class):
         gradient_needs_advantage = True
 
         def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
@@ -106,7 +106,7 @@ def deal_is_part_of(clocks: list[Clock]) -> None:
             clock.sampling -= time.process_time() - start
         return result
 
-    deal.Dealer.deal = dealt  # type: ignore[method-assign]
+    deal.Dealer.deal = dealt  # type: ignore[method-assign, assignment]
 
 
 def trainers_of(name: str, beta: float, rewards: Rewards) -> dict[str, tuple[Any, Clock]]:

@@ -29,25 +29,42 @@ def linear_logits(
 ) -> Tensor:
     """`softcap(logit_scale * (hidden @ weight.T + low_rank + bias)) / temperature`, `[..., V]`.
 
-    `rounded_to`: what the sum in brackets is rounded to. A raw logit of -inf stays -inf.
+    `rounded_to`: what each step is rounded to, as in a model of that dtype: the product with the
+    weight and the bias, that of `low_rank`, their sum, the product with the scale, and the
+    softcap's quotient, tanh and product. Gradients are those without a rounding. A raw logit of
+    -inf stays -inf.
     """
     head = LMHead.of(head)
-    logits = hidden @ head.weight.to(hidden.dtype).T
+    raw = hidden @ head.weight.to(hidden.dtype).T
+    if head.bias is not None:
+        raw = raw + head.bias.to(hidden.dtype)
     if head.low_rank is not None:
         lora_a_out, lora_b = (x.to(hidden.dtype) for x in head.low_rank)
-        logits = logits + lora_a_out @ lora_b.T
-    if head.bias is not None:
-        logits = logits + head.bias.to(hidden.dtype)
+        adapter = lora_a_out @ lora_b.T
+        if rounded_to is not None:
+            raw, adapter = (_with_values(x, x.detach().to(rounded_to)) for x in (raw, adapter))
+        raw = raw + adapter
+    logits = raw
     if rounded_to is not None:
-        finite = logits.detach().isfinite()
-        rounded = logits.detach().to(rounded_to).to(logits.dtype)
-        logits = logits + torch.where(finite, rounded - logits, 0.0).detach()
+        rounded = raw.detach().to(rounded_to)
+        logits = _with_values(raw, rounded)
     logits = logits * head.logit_scale
     if head.softcap is not None:
         banned = logits == -torch.inf
         capped = head.softcap * torch.tanh(logits.masked_fill(banned, 0.0) / head.softcap)
         logits = capped.masked_fill(banned, -torch.inf)
+    if rounded_to is not None:
+        # torch rounds the result of each operation on half-precision tensors.
+        rounded = rounded * head.logit_scale
+        if head.softcap is not None:
+            rounded = torch.tanh(rounded / head.softcap) * head.softcap
+        logits = _with_values(logits, rounded)
     return logits / _last_dim(head.temperature, logits)
+
+
+def _with_values(x: Tensor, values: Tensor) -> Tensor:
+    """`values` where x is finite, through which gradients pass to x."""
+    return x + torch.where(x.isfinite(), values - x, 0.0).detach()
 
 
 def selective_log_softmax(

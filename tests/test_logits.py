@@ -7,6 +7,7 @@ from grpo_kernels import (
     Execution,
     GRPOLossConfig,
     LMHead,
+    Reference,
     Support,
     fused_grpo_loss,
     linear_logprobs,
@@ -50,6 +51,62 @@ def test_log_probs_are_those_of_an_eager_head_in_bf16():
     # A sum that lies between two bf16 numbers may go the other way.
     gaps = (ours - eager).abs()
     assert gaps.median() < 1e-5 and gaps.mean() < 0.05 * (unrounded - eager).abs().mean()
+
+
+# Fields of the head whose steps a model rounds one by one.
+STEPS = {
+    "bias": {"bias": True},
+    "adapter": {"bias": True, "low_rank": True},
+    "scale": {"logit_scale": 0.37},
+    "softcap": {"softcap": 5.0},
+    "all": {"bias": True, "low_rank": True, "logit_scale": 1.3, "softcap": 6.0},
+}
+OBJECTIVES = ("old_logps", "entropy", "exact_kl")
+
+
+def half_logits(batch, hidden, head):
+    """Logits as a model computes them, of tensors in half precision."""
+    bias = batch.bias if "bias" in head else None
+    logits = torch.nn.functional.linear(hidden, batch.weight, bias)
+    if "low_rank" in head:
+        logits = logits + torch.nn.functional.linear(*head["low_rank"])
+    logits = logits * head.get("logit_scale", 1.0)
+    if "softcap" in head:
+        logits = torch.tanh(logits / head["softcap"]) * head["softcap"]
+    assert logits.dtype == batch.weight.dtype
+    return logits
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [*STEPS, "all, fp16"])
+def test_each_step_is_rounded_as_a_model_rounds_it(case, backend):
+    """Values are torch's; gradients those of unrounded steps, at the rounded sum of products."""
+    dtype = torch.float16 if "fp16" in case else torch.bfloat16
+    batch, head = exact_batch(dtype, B=4, T=8, V=211), dict(STEPS[case.split(",")[0]])
+    hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
+    if "low_rank" in head:
+        head["low_rank"] = hidden[..., :4] / 4, batch.weight[:, -4:] / 4
+    logits, targets = half_logits(batch, hidden, head), batch.targets.clamp(min=0)
+    expected = logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    how = Execution(backend=backend, chunk_bytes=4 * 211 * 12)
+    fields = head | ({"bias": batch.bias} if "bias" in head else {})
+    gaps = {
+        x: (linear_logprobs(hidden, LMHead(batch.weight, **fields, logits_dtype=x), targets,
+                            execution=how).logps - expected).abs()
+        for x in ("fp32", "model")
+    }  # fmt: skip
+    # A quotient or tanh that lies between two half-precision numbers may go the other way.
+    assert gaps["model"].median() < 1e-5 and gaps["model"].mean() < 0.05 * gaps["fp32"].mean()
+    other = Reference(batch.hidden.roll(1, -1), batch.weight.roll(1, 0))
+    for objective in OBJECTIVES if "all" in case else OBJECTIVES[:1]:
+        options = {"config": config(entropy_coef=0.1), "old_logps": True}
+        if objective == "old_logps":
+            options["config"] = config()
+        if objective == "exact_kl":
+            exact = config(beta=0.5, kl_estimator="exact", entropy_coef=0.1)
+            options |= {"config": exact, "reference": other}
+        options |= {"head": {**head, **ROUNDED}, "execution": how}
+        expect_equal(batch, options, tolerance=5e-3)
 
 
 def test_nothing_is_rounded_in_float32():

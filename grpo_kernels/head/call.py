@@ -44,10 +44,16 @@ class HeadSpec:
     checks: ValueChecks
     backend: Backend
     dtype: torch.dtype  # of the operands of GEMMs with the weight
-    rounding: torch.dtype | None  # what raw logits are rounded to; None: they are float32
+    adapter_rounding: torch.dtype | None  # of an adapter's product alone, as `transform`'s is
     execution: Execution
     reference: HeadSpec | None = None  # the other model's, on the same tokens,
     divergence: Divergence | None = None  # and which one from it is read
+
+    @property
+    def sums(self) -> list[list[int]]:
+        """The terms by number, in groups after each of which a model rounds the sum so far."""
+        layer = [0, self.num_terms - 1] if self.has_bias else [0]
+        return [layer, [k for k in range(self.num_terms) if k not in layer]]
 
     @property
     def targets_per_token(self) -> int:
@@ -166,18 +172,20 @@ def head_call(
             flat_targets = selected(flat_mask, flat_targets, 0)
         if isinstance(temperature, Tensor):
             temperature = selected(flat_mask, temperature, 1)
+    rounding = _rounding(hidden, head.weight, head)
+    transform = LogitTransform(float(head.logit_scale), head.softcap, temperature, rounding)
     spec = HeadSpec(
         num_terms=len(terms),
         has_bias=len(terms) > num_state_terms,
         targets=flat_targets,
         sampled=sampled,
         mask=flat_mask,
-        transform=LogitTransform(float(head.logit_scale), head.softcap, temperature),
+        transform=transform,
         layout=layout,
         checks=checks,
         backend=backend,
         dtype=_gemm_dtype(hidden, head.weight),
-        rounding=_rounding(hidden, head),
+        adapter_rounding=head.low_rank and _rounding(*head.low_rank, head),
         execution=execution,
     )
     return HeadCall(head, [x for term in terms for x in term], spec)
@@ -254,12 +262,12 @@ def _warn_of_emulated_bf16() -> None:
     )
 
 
-def _rounding(hidden: Tensor, head: LMHead) -> torch.dtype | None:
-    """The dtype that the model's own head would have its logits in, if it is asked for."""
+def _rounding(x: Tensor, y: Tensor, head: LMHead) -> torch.dtype | None:
+    """The dtype that the model's own layer would have `x @ y.T` in, if it is asked for."""
     if head.logits_dtype == "fp32":
         return None
-    device = hidden.device.type
-    own = hidden.dtype if hidden.dtype == head.weight.dtype else torch.float32
+    device = x.device.type
+    own = x.dtype if x.dtype == y.dtype else torch.float32
     if torch.is_autocast_enabled(device):
         own = torch.get_autocast_dtype(device)
     return None if own == torch.float32 else own

@@ -89,9 +89,11 @@ class LMHead:
         logit_scale: factor on the raw logits, > 0.
         softcap: `softcap * tanh(x / softcap)` before the temperature, as Gemma 2 has it, > 0.
         temperature: divides the logits: a number > 0, or one per token in the shape of the targets.
-        logits_dtype: `"fp32"`, or `"model"`: raw logits are rounded to the dtype of `hidden` and
-            `weight`, or of autocast, as a sampler with this model rounds them. Gradients pass
-            through the rounding.
+        logits_dtype: `"fp32"`, or `"model"`: the result of each step before the temperature is
+            rounded to the dtype of `hidden` and `weight`, or of autocast, as a sampler with this
+            model rounds it. Steps are `hidden @ weight.T + bias`, the product of `low_rank`, their
+            sum, the product with the scale, and the softcap's quotient, tanh and product.
+            Gradients pass through the rounding.
         ranks: the ranks that have the other rows of the head.
 
     Raises:

@@ -325,7 +325,7 @@ def _settings(call: HeadCall, agreed: Mapping[str, float]) -> list[_Setting]:
         "gradient of low_rank[0]": head.low_rank is not None and needs_grad[2],
         "gradient": any(needs_grad),
         "temperature per token": per_token,
-        "logits_dtype='model'": spec.rounding is not None,
+        "logits_dtype='model'": spec.transform.rounding is not None,
         "batch_invariant": spec.execution.batch_invariant,
     }
     numbers = {

@@ -30,9 +30,8 @@ from ..base.checks import ValueChecks, check_tensor, flatten
 from ..base.layout import to_device
 from ..base.segments import RowsLogSoftmax
 from ..base.sequences import masked_quantile
-from ..kernels import Entries
+from ..kernels import Entries, round_
 from .call import HeadCall, HeadSpec
-from .chunked_head import round_
 from .execution import Execution
 from .lm_head import Support
 
@@ -217,13 +216,17 @@ class _EntryLogits(torch.autograd.Function):
         *tensors, sets, spec = args
         (local, index), backend = sets.local_entries, spec.backend
         # Products are float32 whatever the operands are.
-        terms = zip(*(map(_by_rows, tensors[i::2]) for i in (0, 1)), strict=True)
         z = tensors[0].new_zeros(len(local), dtype=torch.float32)
-        if len(local):
-            for x, y in terms:
-                backend.entry_dots(x, y, local, z)
-            if spec.rounding is not None:
-                round_(z, spec.rounding)
+        for terms in spec.sums if len(local) else ():
+            for k in terms:
+                x, y = map(_by_rows, tensors[2 * k : 2 * k + 2])
+                if k == 1 and spec.adapter_rounding is not None:
+                    own = torch.zeros_like(z)
+                    backend.entry_dots(x, y, local, own)
+                    z += round_(own, spec.adapter_rounding)
+                else:
+                    backend.entry_dots(x, y, local, z)
+            round_(z, spec.transform.rounding)
         if not sets.ranks.alone:
             z = sets.ranks.gather_entries(z, index, len(sets.entries))
         raw = z[:, None]

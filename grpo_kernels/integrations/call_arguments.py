@@ -7,14 +7,14 @@ argument, or refuses it by name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from ..base.checks import INTEGERS, as_number, check_tensor
+from ..base.checks import INTEGERS, ValueChecks, as_number, check_tensor
 from .hf_head import body_of
 
 # Arguments that no signature of a model need have: the head's, and those of transformers'
@@ -26,54 +26,34 @@ _COMMON = {
 }  # fmt: skip
 # Arguments that choose the result, with the value that `FusedHeadOutput` goes by.
 _RESULTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
-# Names of caches; transformers 5.24 renamed the first one.
-_CACHES = ("past_key_values", "cache", "cache_params", "state", "mems")
+# Arguments with which positions and labels no longer match; 5.24 renamed the first one.
+_NOT_THE_TEXT = (
+    "past_key_values", "cache", "cache_params", "state", "mems", "use_cache", "inputs_embeds",
+)  # fmt: skip
 
 
-def check_arguments(model: Any, kwargs: dict[str, Any], names: Sequence[str]) -> None:
-    """Raises for arguments that a fused head would ignore; removes those without effect.
-
-    Args:
-        model: a model of transformers.
-        kwargs: the arguments of a call, by name.
-        names: the arguments of the model's forward.
-
-    Raises:
-        TypeError: an unknown argument.
-        ValueError: a cache or embeddings, with which positions and labels no longer match; an
-            argument that asks for another result.
-    """
-    for name, expected in _RESULTS.items():
-        value = kwargs.pop(name, None)
-        if value is not None and bool(value) != expected:
+def check_arguments(model: Any, kwargs: dict[str, Any]) -> None:
+    """Raises TypeError or ValueError for what a fused head would ignore; removes what is off."""
+    signatures = (inspect.signature(type(x).forward) for x in (model, body_of(model)))
+    known = _COMMON.union(_RESULTS, _NOT_THE_TEXT, *(x.parameters for x in signatures))
+    for name, x in list(kwargs.items()):
+        if isinstance(x, Cache) or (name in _NOT_THE_TEXT and x is not None and x is not False):
             raise ValueError(
-                f"{name}={value!r} does not work with a fused head, which returns only a "
+                f"{name} does not work with a fused head, which scores full sequences of ids: pass "
+                "input_ids without a cache (PEFT's virtual tokens and prefix tuning do not work)"
+            )
+        if name in _RESULTS and x is not None and bool(x) != _RESULTS[name]:
+            raise ValueError(
+                f"{name}={x!r} does not work with a fused head, which returns only a "
                 f"FusedHeadOutput: leave {name} out"
             )
-    for name in _CACHES:
-        if name in kwargs and kwargs[name] is None:
+        if name not in known:
+            raise TypeError(
+                f"{name!r} is not an argument of {type(model).__name__}.forward: pass arguments "
+                "of the loss in fused_head=Objective(...)"
+            )
+        if name in _RESULTS or name in _NOT_THE_TEXT:
             del kwargs[name]
-    cached = ["use_cache"] if kwargs.pop("use_cache", None) else []
-    cached += [
-        name for name, x in kwargs.items() if isinstance(x, Cache) or name in _CACHES
-    ]  # fmt: skip
-    if cached:
-        raise ValueError(
-            f"{', '.join(cached)}: a fused head takes no cache, because it scores full sequences: "
-            "leave it out (PEFT's prefix tuning, which passes one, is not supported)"
-        )
-    body = inspect.signature(type(body_of(model)).forward).parameters
-    unknown = sorted(kwargs.keys() - {*names, *body} - _COMMON)
-    if unknown:
-        raise TypeError(
-            f"{unknown[0]!r} is not an argument of {type(model).__name__}.forward: pass arguments "
-            "of the loss in fused_head=Objective(...)"
-        )
-    if kwargs.get("inputs_embeds") is not None:
-        raise ValueError(
-            "inputs_embeds does not work with a fused head: pass input_ids (PEFT's virtual tokens, "
-            "which pass inputs_embeds, are not supported)"
-        )
 
 
 def usual_results(config: Any) -> dict[str, bool]:
@@ -81,8 +61,7 @@ def usual_results(config: Any) -> dict[str, bool]:
     return {name: x for name, x in _RESULTS.items() if getattr(config, name, x) != x}
 
 
-@dataclass
-class Labels:
+class Labels(NamedTuple):
     """The labels of a call: shifted already or not, all of them or the last `keep`."""
 
     ids: Tensor  # [B, S]
@@ -91,11 +70,7 @@ class Labels:
 
     @staticmethod
     def pop_from(kwargs: dict[str, Any]) -> Labels:
-        """Takes the labels of a call out of its arguments.
-
-        Raises:
-            ValueError: there are none, or both kinds; `logits_to_keep` is no whole number.
-        """
+        """Takes the labels of a call out of its arguments; raises ValueError for none or two."""
         labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
         keep = as_number(kwargs.pop("logits_to_keep", 0))
         if (labels is None) == (shifted is None):
@@ -107,21 +82,55 @@ class Labels:
             raise ValueError(f"logits_to_keep: expected an int >= 0; got {keep!r}")
         return Labels(labels if shifted is None else shifted, shifted is not None, keep)
 
-    def align(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the hidden states `[B, T, H]` that predict the targets `[B, T]`, and these."""
-        targets = check_tensor("labels", self.ids, dtypes=INTEGERS)
-        if targets.is_meta:
+    def predicting(self, x: Tensor) -> Tensor:
+        """The part of `x [B, S, ...]` at the positions that predict the targets."""
+        return (x if self.shifted else x[:, :-1])[:, -self.keep :]
+
+    def targets(self, hidden: Tensor) -> Tensor:
+        """The ids that `hidden [B, S, H]` predicts, `[B, T]`."""
+        ids = check_tensor("labels", self.ids, shape=hidden.shape[:2], dtypes=INTEGERS)
+        if ids.is_meta:
             raise ValueError("labels: expected a tensor with values; got one on the meta device")
-        if targets.shape != hidden.shape[:2]:
+        predicted = ids if self.shifted else ids[:, 1:]
+        if self.keep > predicted.shape[1]:
             raise ValueError(
-                f"labels: expected shape {list(hidden.shape[:2])}, as the hidden states have; got "
-                f"{list(targets.shape)}"
-            )
-        if not self.shifted:
-            hidden, targets = hidden[:, :-1], targets[:, 1:]
-        if self.keep > targets.shape[1]:
-            raise ValueError(
-                f"logits_to_keep: expected at most {targets.shape[1]}, the number of predicted "
+                f"logits_to_keep: expected at most {predicted.shape[1]}, the number of predicted "
                 f"labels; got {self.keep}"
             )
-        return hidden[:, -self.keep :], targets[:, -self.keep :]
+        return predicted[:, -self.keep :]
+
+
+def check_one_sequence(
+    kwargs: dict[str, Any], labels: Labels, targets: Tensor, loss_type: object, *, waits: bool
+) -> None:
+    """Raises ValueError for rows with targets of several sequences, which a loss cannot tell apart.
+
+    Args:
+        kwargs: the arguments of the model's body, by which it tells them apart.
+        labels: of the call.
+        targets: their ids `[B, T]`, -100 where none is scored.
+        loss_type: of the loss, for the message.
+        waits: whether the host may read a value from the device.
+    """
+    message = (
+        f"{{}} does not work with loss_type={loss_type!r} and these options, which need one "
+        "sequence per row: do not pack several into a row"
+    )
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+        if kwargs.get(name) is not None:
+            raise ValueError(message.format(name))
+    positions = kwargs.get("position_ids")
+    if positions is None or not targets.numel():
+        return
+    # Of several kinds of positions the first are those of the text, or of time. Padding may have
+    # any, but has no targets.
+    positions = positions.flatten(0, -3)[0] if positions.ndim > 2 else positions
+    restarts = pad(positions.diff(dim=-1) < 0, (1, 0)).cumsum(-1)
+    sequence = labels.predicting(restarts.expand(len(targets), -1)).to(targets.device)
+    last = torch.where(targets != -100, sequence, -1).amax(1, keepdim=True)
+    checks = ValueChecks()
+    checks.add(((targets != -100) & (sequence != last)).any(1), message.format("position_ids"))
+    if waits:
+        checks.read()
+    else:
+        checks.check_without_sync()

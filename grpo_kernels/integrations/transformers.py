@@ -57,7 +57,7 @@ try:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
-    from .call_arguments import Labels, check_arguments, usual_results
+    from .call_arguments import Labels, check_arguments, check_one_sequence, usual_results
 except ImportError as error:
     raise ImportError(
         f"{__name__}: expected the package transformers, 5.0 or newer; got: {error}. "
@@ -371,12 +371,11 @@ def _fused_forward(
         raise TypeError(f"fused_head: expected True or an Objective; got {request!r}")
     names = [*inspect.signature(type(model).forward).parameters][1:]
     kwargs = dict(zip(names, args, strict=False)) | kwargs
-    check_arguments(model, kwargs, names)
+    check_arguments(model, kwargs)
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     labels = Labels.pop_from(kwargs)
-    _check_packing(objective, kwargs)
     items = _items_of(objective, kwargs.pop("num_items_in_batch", None))
     outputs = body_of(model)(use_cache=False, **kwargs, **usual_results(config))
     gather_head(model)
@@ -386,7 +385,12 @@ def _fused_forward(
         register_with_zero3(model, weight)
     # A model that is spread over devices may have its head on another one than its last layer.
     device = head.weight.device
-    hidden, targets = (x.to(device) for x in labels.align(outputs.last_hidden_state))
+    hidden = outputs.last_hidden_state
+    targets, hidden = labels.targets(hidden).to(device), labels.predicting(hidden).to(device)
+    execution = objective.execution or attached.execution
+    if objective.advantages is not None and objective.config.needs_sequences:
+        loss_type = objective.config.loss_type
+        check_one_sequence(kwargs, labels, targets, loss_type, waits=not execution.capturable)
     precision: AbstractContextManager[Any] = nullcontext()
     if attached.float32:
         hidden = hidden.float()
@@ -400,23 +404,12 @@ def _fused_forward(
             objective.reference = Reference(hidden.detach(), kept_head(model, lm_head))
             out = FusedHeadOutput()
         else:
-            execution = objective.execution or attached.execution
             out = _score(hidden, lm_head, targets, objective, items, execution)
     if kwargs.get("output_router_logits"):
         out.aux_loss = _load_balancing_loss(config, outputs, kwargs.get("attention_mask"))
     objective.output = out
     let_go_of_head(model)
     return out
-
-
-def _check_packing(objective: Objective, kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for rows of several sequences if the loss needs one sequence per row."""
-    packed = next((x for x in ("cu_seq_lens_q", "seq_idx") if kwargs.get(x) is not None), None)
-    if packed and objective.advantages is not None and objective.config.needs_sequences:
-        raise ValueError(
-            f"{packed} does not work with loss_type={objective.config.loss_type!r} and these "
-            "options, which need one sequence per row: do not pack several into a row"
-        )
 
 
 def _items_of(objective: Objective, num_items: Any) -> dict[str, Any]:

@@ -28,11 +28,16 @@ class LogitTransform:
 
     `softcap(x)` is `softcap * tanh(x / softcap)`, but for a raw logit of -inf, which bans an entry:
     that stays -inf. `temperature` is a number, or float32 `[C]` with one value per row.
+
+    `rounding`: the dtype of each step's result but the last one's, as a model in that dtype has
+    them: product with the scale, quotient by the cap, tanh, product with the cap. Slopes are those
+    of the function without a rounding.
     """
 
     logit_scale: float = 1.0
     softcap: float | None = None
     temperature: float | Tensor = 1.0
+    rounding: torch.dtype | None = None
 
     @property
     def per_row(self) -> float | Tensor:
@@ -44,9 +49,10 @@ class LogitTransform:
         """The logits, float32 `[C, V]`; `raw` itself where there is nothing to do."""
         z = raw.float()
         if self.logit_scale != 1.0:
-            z = z * self.logit_scale
+            z = round_(z * self.logit_scale, self.rounding)
         if self.softcap is not None:
-            z = (z / self.softcap).tanh_().mul_(self.softcap)
+            z = round_(z / self.softcap, self.rounding)
+            z = round_(round_(z.tanh_(), self.rounding).mul_(self.softcap), self.rounding)
             z.masked_fill_(raw == -torch.inf, -torch.inf)
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             z = z / self.per_row
@@ -74,7 +80,12 @@ class LogitTransform:
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature[rows]
-        return LogitTransform(self.logit_scale, self.softcap, temperature)
+        return LogitTransform(self.logit_scale, self.softcap, temperature, self.rounding)
+
+
+def round_(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Rounds float32 values to those of another dtype, in place; None: leaves them."""
+    return x if dtype is None else x.copy_(x.to(dtype))
 
 
 class TokenStats(NamedTuple):

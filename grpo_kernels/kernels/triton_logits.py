@@ -30,6 +30,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,6 +42,8 @@ from .triton_common import Launch, at_most, build, device_of, expm1, ln_2, log2_
 # (`benchmarks.compile_report`); `benchmarks.gpu_day` times others.
 ROW_LAUNCH = Launch(2048, 8)
 REGISTERS = 48
+# What a dtype to which steps are rounded adds to `STEPS`.
+_ROUNDED = {None: 0, torch.bfloat16: 2, torch.float16: 4}
 
 # Pointers to one value per row are not specialized: otherwise each new first row would compile the
 # kernel again, in the middle of training.
@@ -54,34 +57,58 @@ per_row = triton.jit(
 
 
 @triton.jit
-def _scale(logit_scale, temperature, HAS_SOFTCAP: tl.constexpr):
+def _scale(logit_scale, temperature, STEPS: tl.constexpr):
     """The factor from `_load_logits` to logits; differences of these then go to units of ln 2."""
     factor = 1.0 / temperature
-    return factor if HAS_SOFTCAP else factor * logit_scale
+    return factor if STEPS != 0 else factor * logit_scale
 
 
 @triton.jit
-def _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """A block of one row's logits, to be multiplied by `_scale`, and the softcap's slope."""
+def _rounded(x, STEPS: tl.constexpr):
+    """Float32 values as those of the dtype that each step is rounded to."""
+    if STEPS // 2 == 1:
+        # On integers, as the interpreter cuts bits off; the sum would make a number of some NaNs.
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000
+        x = tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
+    if STEPS // 2 == 2:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS: tl.constexpr):
+    """A block of one row's logits, to be multiplied by `_scale`, and the softcap's slope.
+
+    `STEPS`: 1 with a softcap, and 2 or 4 more where each step is rounded to bf16 or fp16.
+    """
     u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
     slope = 1.0
-    if HAS_SOFTCAP:
+    if STEPS % 2:
         # Through e^(-2 |x|), which every backend has: 1 - tanh^2 has no digits where tanh is flat.
         x = u * (logit_scale / softcap)
         e = tl.exp(-2.0 * tl.abs(x))
         part = 1.0 / (1.0 + e)
-        tanh = (1.0 - e) * part
+        slope = 4.0 * e * part * part
+        if STEPS > 1:
+            x = _rounded(_rounded(u * logit_scale, STEPS) / softcap, STEPS)
+            e = tl.exp(-2.0 * tl.abs(x))
+            part = 1.0 / (1.0 + e)
+        tanh = _rounded((1.0 - e) * part, STEPS)
+        capped = _rounded(softcap * tl.where(x < 0.0, -tanh, tanh), STEPS)
         # -inf where u is, and above any softcap elsewhere, as the largest float is added; a choice
         # takes more registers.
-        u = tl.minimum(softcap * tl.where(x < 0.0, -tanh, tanh), u + 3.4028234663852886e38)
-        slope = tl.where(u == float("-inf"), 0.0, 4.0 * e * part * part)
+        u = tl.minimum(capped, u + 3.4028234663852886e38)
+        slope = tl.where(u == float("-inf"), 0.0, slope)
+    elif STEPS > 1:
+        u = _rounded(u * logit_scale, STEPS)
     return u, slope
 
 
 @triton.jit
 def _anchor(
     row_ptr, target_logit, last, logit_scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The largest of the target's logit and those before `last`, before `_scale`."""
     # Not in units of ln 2, in which the largest numbers are infinite.
@@ -89,12 +116,12 @@ def _anchor(
     whole = last // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
-        u, _ = _load_logits(row_ptr, offs_v, True, logit_scale, softcap, HAS_SOFTCAP)
+        u, _ = _load_logits(row_ptr, offs_v, True, logit_scale, softcap, STEPS)
         peaks = tl.maximum(peaks, u)
     for start in range(whole, last, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         mask_v = offs_v < last
-        u, _ = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
+        u, _ = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS)
         peaks = tl.maximum(peaks, tl.where(mask_v, u, float("-inf")))
     peak = tl.maximum(target_logit, tl.max(peaks, axis=0))
     # Nothing but -inf so far: -inf - -inf is NaN.
@@ -104,13 +131,13 @@ def _anchor(
 @triton.jit
 def _add_block(
     total, weighted, peak, row_ptr, exps_row_ptr, start, V, anchor, logit_scale, softcap, to_log2,
-    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, KEEPS_EXPS: tl.constexpr,
+    STEPS: tl.constexpr, HAS_ENTROPY: tl.constexpr, KEEPS_EXPS: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Adds a block to each lane's sum of exponentials, weighted sum and maximum."""
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
-    u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
+    u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS)
     # In this order: a product of large logits would lose what is below its ulp.
     shifted = (u - anchor) * to_log2
     if not WHOLE:
@@ -149,7 +176,7 @@ def token_stats_kernel(
     V,
     stride_logits_n, stride_exps_n,
     logit_scale, softcap, temperature,
-    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    STEPS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     KEEPS_EXPS: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # A chunk passes 2^31 elements: row offsets need 64 bits.
@@ -158,17 +185,15 @@ def token_stats_kernel(
     exps_row_ptr = exps_ptr + row * stride_exps_n
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
+    scale = _scale(logit_scale, temperature, STEPS)
     to_log2 = scale * log2_e()
     target = tl.load(targets_ptr + row)
     here = target >= 0
-    target_logit, target_slope = _load_logits(
-        row_ptr, target, here, logit_scale, softcap, HAS_SOFTCAP
-    )
+    target_logit, target_slope = _load_logits(row_ptr, target, here, logit_scale, softcap, STEPS)
     target_logit = tl.where(here, target_logit, float("-inf"))
     anchor = _anchor(
         row_ptr, target_logit, V if INVARIANT else tl.minimum(V, BLOCK_V),
-        logit_scale, softcap, HAS_SOFTCAP, BLOCK_V,
+        logit_scale, softcap, STEPS, BLOCK_V,
     )  # fmt: skip
 
     whole = V // BLOCK_V * BLOCK_V
@@ -183,7 +208,7 @@ def token_stats_kernel(
             totals, weights, peaks = _add_block(
                 totals, weights, peaks, row_ptr, exps_row_ptr, start, V, anchor, logit_scale,
                 softcap, to_log2,
-                HAS_SOFTCAP, HAS_ENTROPY, KEEPS_EXPS, True, BLOCK_V,
+                STEPS, HAS_ENTROPY, KEEPS_EXPS, True, BLOCK_V,
             )  # fmt: skip
         # A loop of at most one turn: the addresses of an `if` would be computed before the sweeps,
         # and be held in 40 registers.
@@ -191,7 +216,7 @@ def token_stats_kernel(
             totals, weights, peaks = _add_block(
                 totals, weights, peaks, row_ptr, exps_row_ptr, start, V, anchor, logit_scale,
                 softcap, to_log2,
-                HAS_SOFTCAP, HAS_ENTROPY, KEEPS_EXPS, False, BLOCK_V,
+                STEPS, HAS_ENTROPY, KEEPS_EXPS, False, BLOCK_V,
             )  # fmt: skip
         total = _sum(totals, INVARIANT, BLOCK_V)
         weighted = _sum(weights, INVARIANT, BLOCK_V)
@@ -200,7 +225,7 @@ def token_stats_kernel(
         out_of_reach = out_of_reach & (not INVARIANT)
         if out_of_reach:
             anchor = _anchor(
-                row_ptr, target_logit, V, logit_scale, softcap, HAS_SOFTCAP, BLOCK_V,
+                row_ptr, target_logit, V, logit_scale, softcap, STEPS, BLOCK_V,
             )  # fmt: skip
 
     log_total = tl.log2(total)
@@ -221,13 +246,13 @@ def token_stats_kernel(
 @triton.jit
 def _store_logit_grads(
     row_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, WHOLE: tl.constexpr,
+    STEPS: tl.constexpr, HAS_ENTROPY: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
     target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale = row_grads
-    u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
+    u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS)
     log_p = (u * scale - logsumexp) * log2_e()
     p = tl.exp2(log_p)
     coef = d_softmax
@@ -245,7 +270,7 @@ def logit_grads_kernel(
     V,
     stride_logits_n, stride_out_n,
     logit_scale, softcap, temperature,
-    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    STEPS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -253,7 +278,7 @@ def logit_grads_kernel(
     out_row_ptr = out_ptr + row * stride_out_n
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
+    scale = _scale(logit_scale, temperature, STEPS)
     slope = logit_scale / temperature
     target = tl.load(targets_ptr + row)
     logsumexp = tl.load(logsumexp_ptr + row)
@@ -268,12 +293,12 @@ def logit_grads_kernel(
     for start in range(0, whole, BLOCK_V):
         _store_logit_grads(
             row_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
-            HAS_SOFTCAP, HAS_ENTROPY, True, BLOCK_V,
+            STEPS, HAS_ENTROPY, True, BLOCK_V,
         )  # fmt: skip
     if whole < V:
         _store_logit_grads(
             row_ptr, out_row_ptr, whole, V, row_grads, logit_scale, softcap,
-            HAS_SOFTCAP, HAS_ENTROPY, False, BLOCK_V,
+            STEPS, HAS_ENTROPY, False, BLOCK_V,
         )  # fmt: skip
 
 
@@ -303,10 +328,12 @@ def transform_scalars(transform: LogitTransform) -> tuple[float, float, float]:
     )
 
 
-def transform_flags(transform: LogitTransform) -> dict[str, bool]:
+def transform_flags(transform: LogitTransform) -> dict[str, int]:
     """The flags that kernels are compiled with for a transform."""
+    has_steps = transform.softcap is not None or transform.logit_scale != 1.0
+    rounded = _ROUNDED[transform.rounding] if has_steps else 0
     return {
-        "HAS_SOFTCAP": transform.softcap is not None,
+        "STEPS": (transform.softcap is not None) + rounded,
         "HAS_TEMPERATURE": isinstance(transform.temperature, Tensor),
     }
 
@@ -337,8 +364,9 @@ def token_stats(
         unused = out.logps
         pointers = (unused if x is None else x for x in out)
         stored = logits if exps is None else exps
+        flags = transform_flags(transform)
         # Five programs per multiprocessor, not four: an A100 then takes a strip at once.
-        plain = exps is not None and transform.softcap is None
+        plain = exps is not None and flags["STEPS"] == 0
         room = at_most(REGISTERS, logits) if plain else {}
         with device_of(logits):
             token_stats_kernel[(count,)](
@@ -347,7 +375,7 @@ def token_stats(
                 V,
                 logits.stride(0), stored.stride(0),
                 *transform_scalars(transform),
-                **transform_flags(transform),
+                **flags,
                 HAS_ENTROPY=entropy, KEEPS_EXPS=exps is not None,
                 # In place there are no logits left to sweep from another anchor.
                 INVARIANT=in_place or invariant,

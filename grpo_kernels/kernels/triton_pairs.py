@@ -54,32 +54,32 @@ per_row = triton.jit(
 @triton.jit
 def _row_of(
     row, logits_ptr, stride_n, logit_scale, softcap, temperature, temperature_ptr,
-    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    STEPS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
     """A model's row: its logits, and what `_load` takes."""
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
+    scale = _scale(logit_scale, temperature, STEPS)
     return logits_ptr + row * stride_n, logit_scale, softcap, scale
 
 
 @triton.jit
-def _load(model, offs_v, mask_v, HAS_SOFTCAP: tl.constexpr):
+def _load(model, offs_v, mask_v, STEPS: tl.constexpr):
     row_ptr, logit_scale, softcap, _ = model
-    return _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
+    return _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS)
 
 
 @triton.jit
-def _load_target(model, target, HAS_SOFTCAP: tl.constexpr):
+def _load_target(model, target, STEPS: tl.constexpr):
     """The target's logit before `_scale`, -inf where it is none of the columns."""
-    logit, _ = _load(model, target, target >= 0, HAS_SOFTCAP)
+    logit, _ = _load(model, target, target >= 0, STEPS)
     return tl.where(target >= 0, logit, float("-inf"))
 
 
 @triton.jit
-def _anchor_of(model, target_logit, last, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr):
+def _anchor_of(model, target_logit, last, STEPS: tl.constexpr, BLOCK_V: tl.constexpr):
     row_ptr, logit_scale, softcap, _ = model
-    return _anchor(row_ptr, target_logit, last, logit_scale, softcap, HAS_SOFTCAP, BLOCK_V)
+    return _anchor(row_ptr, target_logit, last, logit_scale, softcap, STEPS, BLOCK_V)
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _add_exps(sums, x, exps):
 @triton.jit
 def _add_pair(
     state, start, V, model, ref_model, anchors,
-    HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, ADDEND: tl.constexpr,
+    STEPS: tl.constexpr, REF_STEPS: tl.constexpr, ADDEND: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Adds a block to each lane's sums and maxima."""
@@ -128,8 +128,8 @@ def _add_pair(
     anchor, ref_anchor, shift, known = anchors
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
-    u, _ = _load(model, offs_v, mask_v, HAS_SOFTCAP)
-    t, _ = _load(ref_model, offs_v, mask_v, REF_SOFTCAP)
+    u, _ = _load(model, offs_v, mask_v, STEPS)
+    t, _ = _load(ref_model, offs_v, mask_v, REF_STEPS)
     x = _to_log2(u, anchor, model, mask_v)
     y = _to_log2(t, ref_anchor, ref_model, mask_v)
     ref_at_peak = tl.where(x > sums[2], y, ref_at_peak)
@@ -170,27 +170,27 @@ def pair_stats_kernel(
     V,
     stride_logits_n, stride_ref_n, stride_stats,
     logit_scale, softcap, temperature, ref_logit_scale, ref_softcap, ref_temperature,
-    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    REF_SOFTCAP: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
+    STEPS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    REF_STEPS: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
     ADDEND: tl.constexpr, VALUE: tl.constexpr, MEAN: tl.constexpr,
     INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     model = _row_of(
         row, logits_ptr, stride_logits_n, logit_scale, softcap, temperature, temperature_ptr,
-        HAS_SOFTCAP, HAS_TEMPERATURE,
+        STEPS, HAS_TEMPERATURE,
     )  # fmt: skip
     ref_model = _row_of(
         row, ref_logits_ptr, stride_ref_n, ref_logit_scale, ref_softcap, ref_temperature,
-        ref_temperature_ptr, REF_SOFTCAP, REF_TEMPERATURE,
+        ref_temperature_ptr, REF_STEPS, REF_TEMPERATURE,
     )  # fmt: skip
     scale, ref_scale = model[3], ref_model[3]
     target = tl.load(targets_ptr + row)
-    target_logit = _load_target(model, target, HAS_SOFTCAP)
-    ref_target_logit = _load_target(ref_model, target, REF_SOFTCAP)
+    target_logit = _load_target(model, target, STEPS)
+    ref_target_logit = _load_target(ref_model, target, REF_STEPS)
     last = V if INVARIANT else tl.minimum(V, BLOCK_V)
-    anchor = _anchor_of(model, target_logit, last, HAS_SOFTCAP, BLOCK_V)
-    ref_anchor = _anchor_of(ref_model, ref_target_logit, last, REF_SOFTCAP, BLOCK_V)
+    anchor = _anchor_of(model, target_logit, last, STEPS, BLOCK_V)
+    ref_anchor = _anchor_of(ref_model, ref_target_logit, last, REF_STEPS, BLOCK_V)
 
     whole = V // BLOCK_V * BLOCK_V
     # d is less the difference of the anchors, and less what is known of that of the sums.
@@ -217,12 +217,12 @@ def pair_stats_kernel(
         for start in range(0, whole, BLOCK_V):
             state = _add_pair(
                 state, start, V, model, ref_model, anchors,
-                HAS_SOFTCAP, REF_SOFTCAP, ADDEND, True, BLOCK_V,
+                STEPS, REF_STEPS, ADDEND, True, BLOCK_V,
             )  # fmt: skip
         for start in range(whole, V, BLOCK_V):
             state = _add_pair(
                 state, start, V, model, ref_model, anchors,
-                HAS_SOFTCAP, REF_SOFTCAP, ADDEND, False, BLOCK_V,
+                STEPS, REF_STEPS, ADDEND, False, BLOCK_V,
             )  # fmt: skip
         sums, ref_sums, at_peaks, addends, excess = state
         totals, weights, peaks = sums
@@ -236,8 +236,8 @@ def pair_stats_kernel(
         ref_at_peak = tl.max(tl.where(peaks == peak, at_peaks, float("-inf")), axis=0)
         again = (_is_far(peak) | _is_far(ref_peak)) & (not INVARIANT)
         if again:
-            anchor = _anchor_of(model, target_logit, V, HAS_SOFTCAP, BLOCK_V)
-            ref_anchor = _anchor_of(ref_model, ref_target_logit, V, REF_SOFTCAP, BLOCK_V)
+            anchor = _anchor_of(model, target_logit, V, STEPS, BLOCK_V)
+            ref_anchor = _anchor_of(ref_model, ref_target_logit, V, REF_STEPS, BLOCK_V)
             shift = anchor * scale - ref_anchor * ref_scale
         if ADDEND is not None:
             # The log of the sum of p e^-(d + c): from e^-c - 1 where c is small.
@@ -281,14 +281,14 @@ def pair_stats_kernel(
 @triton.jit
 def _softmaxes(
     start, V, model, ref_model, row_stats,
-    HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+    STEPS: tl.constexpr, REF_STEPS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A block's p, q and d of whole rows, the log of p, and the softcap's slope."""
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = offs_v < V
     anchor, ref_anchor, log_total, ref_log_total, shift = row_stats
-    u, slope = _load(model, offs_v, mask_v, HAS_SOFTCAP)
-    t, _ = _load(ref_model, offs_v, mask_v, REF_SOFTCAP)
+    u, slope = _load(model, offs_v, mask_v, STEPS)
+    t, _ = _load(ref_model, offs_v, mask_v, REF_STEPS)
     d = _log_ratio(u, t, model, ref_model, shift)
     log_p = _to_log2(u, anchor, model, mask_v) - log_total
     log_q = _to_log2(t, ref_anchor, ref_model, mask_v) - ref_log_total
@@ -312,26 +312,24 @@ def divergences_kernel(
     V,
     stride_logits_n, stride_ref_n, stride_stats,
     logit_scale, softcap, temperature, ref_logit_scale, ref_softcap, ref_temperature, beta,
-    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    REF_SOFTCAP: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
+    STEPS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    REF_STEPS: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
     ADDEND: tl.constexpr, MOMENT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     model = _row_of(
         row, logits_ptr, stride_logits_n, logit_scale, softcap, temperature, temperature_ptr,
-        HAS_SOFTCAP, HAS_TEMPERATURE,
+        STEPS, HAS_TEMPERATURE,
     )  # fmt: skip
     ref_model = _row_of(
         row, ref_logits_ptr, stride_ref_n, ref_logit_scale, ref_softcap, ref_temperature,
-        ref_temperature_ptr, REF_SOFTCAP, REF_TEMPERATURE,
+        ref_temperature_ptr, REF_STEPS, REF_TEMPERATURE,
     )  # fmt: skip
     row_stats = _row_stats(stats_ptr + row, stride_stats, model, ref_model)
     addends = tl.zeros((BLOCK_V,), tl.float32)
     moments = tl.zeros((BLOCK_V,), tl.float32)
     for start in range(0, V, BLOCK_V):
-        p, q, d, _, _ = _softmaxes(
-            start, V, model, ref_model, row_stats, HAS_SOFTCAP, REF_SOFTCAP, BLOCK_V
-        )
+        p, q, d, _, _ = _softmaxes(start, V, model, ref_model, row_stats, STEPS, REF_STEPS, BLOCK_V)
         addends += ADDEND(p, q, d, beta)
         moments += MOMENT(p, q, d, 0.0, beta)
     tl.store(stats_ptr + row + 7 * stride_stats, tl.sum(addends, axis=0))
@@ -347,8 +345,8 @@ def pair_grads_kernel(
     stride_logits_n, stride_ref_n, stride_stats, stride_out_n,
     logit_scale, softcap, temperature, ref_logit_scale, ref_softcap, ref_temperature,
     beta, slope_scale,
-    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    REF_SOFTCAP: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
+    STEPS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    REF_STEPS: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
     HAS_GRADS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     MOMENT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -356,13 +354,13 @@ def pair_grads_kernel(
     out_row_ptr = out_ptr + row * stride_out_n
     model = _row_of(
         row, logits_ptr, stride_logits_n, logit_scale, softcap, temperature, temperature_ptr,
-        HAS_SOFTCAP, HAS_TEMPERATURE,
+        STEPS, HAS_TEMPERATURE,
     )  # fmt: skip
     ref_model = _row_of(
         row, ref_logits_ptr, stride_ref_n, ref_logit_scale, ref_softcap, ref_temperature,
-        ref_temperature_ptr, REF_SOFTCAP, REF_TEMPERATURE,
+        ref_temperature_ptr, REF_STEPS, REF_TEMPERATURE,
     )  # fmt: skip
-    chain = model[3] * logit_scale if HAS_SOFTCAP else model[3]
+    chain = model[3] * logit_scale if STEPS != 0 else model[3]
     row_stats = _row_stats(stats_ptr + row, stride_stats, model, ref_model)
     mean = tl.load(stats_ptr + row + 8 * stride_stats)
     d_slopes = chain * tl.load(d_divergence_ptr + row) * slope_scale
@@ -376,7 +374,7 @@ def pair_grads_kernel(
         d_entropy = tl.load(d_entropy_ptr + row) * chain * ln_2()
     for start in range(0, V, BLOCK_V):
         p, q, d, log_p, softcap_slope = _softmaxes(
-            start, V, model, ref_model, row_stats, HAS_SOFTCAP, REF_SOFTCAP, BLOCK_V
+            start, V, model, ref_model, row_stats, STEPS, REF_STEPS, BLOCK_V
         )
         d_logits = d_slopes * MOMENT(p, q, d, mean, beta)
         offs_v = start + tl.arange(0, BLOCK_V)
@@ -395,7 +393,8 @@ def _scalars(transform: LogitTransform, ref_transform: LogitTransform) -> tuple[
 
 def _flags(transform: LogitTransform, ref_transform: LogitTransform) -> dict[str, Any]:
     ref_flags = transform_flags(ref_transform).items()
-    return transform_flags(transform) | {k.replace("HAS_", "REF_"): v for k, v in ref_flags}
+    names = {"STEPS": "REF_STEPS", "HAS_TEMPERATURE": "REF_TEMPERATURE"}
+    return transform_flags(transform) | {names[k]: v for k, v in ref_flags}
 
 
 def pair_stats(

@@ -7,9 +7,10 @@ import torch
 import transformers
 from transformers.utils import TransformersKwargs
 
-from grpo_kernels import GRPOLossConfig
+from grpo_kernels import Execution, GRPOLossConfig
+from grpo_kernels.integrations.call_arguments import Labels, check_one_sequence
 from grpo_kernels.integrations.hf_head import check_logits
-from grpo_kernels.integrations.transformers import Objective, attach_fused_head
+from grpo_kernels.integrations.transformers import Objective, attach_fused_head, detach_fused_head
 from tests.helpers.model_families import LORAS, family_model, with_lora
 from tests.peers.test_transformers import (
     assert_same_gradients,
@@ -168,6 +169,39 @@ def test_autocast_inside_a_wrapped_forward_is_known():
     check_logits(with_outputs(family_model("llama"), wrapped))
 
 
+def half_lora(model):
+    """The model with a LoRA on its head, in the model's dtype."""
+    return with_lora(model, **LORAS["head"]).to(model.dtype)
+
+
+# Models whose logits take more than one step, from one in half precision.
+ROUNDED = {
+    **{name: (name, lambda x: x) for name in (
+        "phi", "gemma2", "recurrent_gemma", "nanochat", "cohere", "granitemoe", "falcon_h1")},
+    "lora": ("qwen2", lambda x: with_lora(x, **LORAS["head"])),
+    "lora of its dtype": ("qwen2", half_lora),
+    "lora, softcap": ("gemma2", half_lora),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+@pytest.mark.parametrize("case", ROUNDED)
+def test_rounded_logits_are_the_model_s_own(case, dtype):
+    family, change = ROUNDED[case]
+    model = change(family_model(family).to(dtype)).eval()
+    inputs, labels = batch_of()
+    gaps = {}
+    with torch.no_grad():
+        logps, _, _ = expected(model, inputs, labels)
+        for kind in ("fp32", "model"):
+            attach_fused_head(model, logits_dtype=kind)
+            out = model(**inputs, labels=labels, fused_head=True)
+            gaps[kind] = (out.logps - logps).abs().mean().item()
+            detach_fused_head(model)
+    # Sums and tanh that lie between two half-precision numbers may go the other way.
+    assert gaps["model"] < 0.1 * gaps["fp32"]
+
+
 # Values of transformers' own arguments of all models, of which none may be left out.
 KNOWN = {
     "num_items_in_batch": 9, "output_hidden_states": True, "output_attentions": True,
@@ -187,7 +221,7 @@ def test_what_transformers_hands_to_any_model_is_used_or_refused(name):
         call(**{name: LAYERS[name]})
         assert body.call_args.kwargs[name] is LAYERS[name]
         return
-    refusal = rf"^'?{name}\b.*(does not work|takes no cache|is not an argument)"
+    refusal = rf"^'?{name}\b.*(does not work|is not an argument)"
     with pytest.raises((TypeError, ValueError), match=refusal):
         call(**{name: KNOWN.get(name, 1)})
     harmless = {"return_dict": True}.get(name, False if "output" in name else None)
@@ -196,8 +230,17 @@ def test_what_transformers_hands_to_any_model_is_used_or_refused(name):
 
 
 _, L = batch_of()
+# Two sequences per row, or in one of the rows.
+PACKED = (
+    torch.cat([torch.arange(7), torch.arange(4)])[None].expand(3, -1),
+    torch.cat([torch.arange(7), torch.arange(4)])[None],
+    torch.stack([torch.arange(11), torch.arange(11) % 9, torch.arange(11)]),
+)
 ONES = torch.ones(3)
 SEQUENCE_LOSS = Objective(ONES, config=GRPOLossConfig(loss_type="grpo"))
+WITHOUT_READS = Objective(
+    ONES, config=GRPOLossConfig(loss_type="grpo"), execution=Execution(capturable=True)
+)
 # (arguments of the call, the error)
 NOT_CALLED = (
     ({"labels": None}, "labels: expected token ids .* got neither"),
@@ -207,8 +250,8 @@ NOT_CALLED = (
     ({"labels": L.to("meta")}, "meta"),
     ({"logits_to_keep": 11}, "logits_to_keep: expected at most 10"),
     ({"logits_to_keep": -1}, "logits_to_keep: expected an int >= 0"),
-    ({"use_cache": True}, "use_cache: a fused head takes no cache"),
-    ({"by_any_name": transformers.DynamicCache()}, "by_any_name: a fused head takes no cache"),
+    ({"use_cache": True}, "use_cache does not work with a fused head, which scores full sequences"),
+    ({"by_any_name": transformers.DynamicCache()}, "by_any_name does not work with a fused head"),
     ({"input_ids": None, "inputs_embeds": torch.ones(3, 11, 32)},
      "inputs_embeds does not work with a fused head"),
     ({"num_items_in_batch": torch.tensor(9), "request": SEQUENCE_LOSS},
@@ -218,6 +261,10 @@ NOT_CALLED = (
     ({"cu_seq_lens_q": torch.tensor([0, 4, 11]), "request": SEQUENCE_LOSS},
      "cu_seq_lens_q does not work with loss_type='grpo' and these options"),
     ({"seq_idx": torch.zeros(3, 11).int(), "request": SEQUENCE_LOSS}, "seq_idx does not work"),
+    *(({"position_ids": x, "labels": batch_of()[0]["input_ids"], "request": SEQUENCE_LOSS},
+       "position_ids does not work with loss_type='grpo' and these options") for x in PACKED),
+    ({"position_ids": PACKED[0], "labels": batch_of()[0]["input_ids"], "request": WITHOUT_READS},
+     "position_ids does not work with loss_type='grpo' and these options"),
     ({"request": 1.0}, "fused_head: expected True or an Objective"),
     # Arguments that the model would ignore.
     *(({name: ONES}, f"'{name}' is not an argument of LlamaForCausalLM")
@@ -251,3 +298,51 @@ def test_what_an_objective_does_not_take(options, error):
     _, call = with_head()
     with pytest.raises((TypeError, ValueError), match=error):
         call(Objective(**{"advantages": ONES, **options}))
+
+
+def sequence_loss(model, ids, labels, **more):
+    """A loss that needs one sequence per row, and its gradients."""
+    advantages = torch.tensor([1.0, -0.5, 0.7])[: len(ids)]
+    config = GRPOLossConfig(loss_type="gspo")
+    old_logps = torch.full(labels[:, 1:].shape, -5.0)
+    objective = Objective(advantages, config=config, old_logps=old_logps)
+    loss = model(ids, labels=labels, fused_head=objective, **more).loss
+    return loss, gradients_of(model, loss)
+
+
+@pytest.mark.parametrize("padding", (0, 1, 5))
+def test_positions_of_padding_are_no_sequence(padding):
+    """On the left of one row and on the right of another, with positions of any kind."""
+    model, _ = with_head()
+    inputs, _ = batch_of()
+    ids, attention = inputs.values()
+    labels = ids.masked_fill(attention == 0, -100)
+    labels[0, 2] = -100  # of the first token after padding
+    positions = (attention.cumsum(-1) - 1).masked_fill(attention == 0, padding)
+    kinds = positions, positions[None].expand(3, -1, -1), positions[None].expand(4, -1, -1)
+    for of_a_kind in kinds:
+        check_one_sequence(
+            {"position_ids": of_a_kind}, Labels(labels, False, 0), labels[:, 1:], "gspo", waits=True
+        )
+    loss, _ = sequence_loss(model, ids, labels, attention_mask=attention, position_ids=positions)
+    rows = [ids[i, attention[i] == 1][None] for i in range(3)]
+    apart = [model(row, labels=row, fused_head=True).logps for row in rows]
+    together = model(
+        ids, labels=labels, attention_mask=attention, position_ids=positions, fused_head=True
+    )
+    torch.testing.assert_close(together.logps[together.mask], torch.cat(apart, 1)[0])
+    assert loss.isfinite() and loss != 0
+
+
+def test_one_scored_sequence_of_a_row():
+    """The others are context of nobody: the loss is that of the sequence alone."""
+    model, _ = with_head()
+    ids = batch_of()[0]["input_ids"]
+    labels = ids.clone()
+    labels[:, :5] = -100  # none of the first sequence's four, nor the first of the second's seven
+    positions = torch.cat([torch.arange(4), torch.arange(7)])[None].expand(3, -1)
+    loss, grads = sequence_loss(model, ids, labels, position_ids=positions)
+    alone, expected_grads = sequence_loss(model, ids[:, 4:], labels[:, 4:])
+    assert abs(alone) > 1e-3
+    torch.testing.assert_close(loss, alone, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(grads, expected_grads)

@@ -16,7 +16,7 @@ import numpy as np
 
 # Modifiers and types per family of instructions.
 FORMS = {
-    "abs": "f32 ftz.f32 f64 s32 s64",
+    "abs": "f16 f32 ftz.f32 f64 s32 s64",
     "add": "s16 s32 s64 u32 u64 f32 rn.f32 f64 f32x2 rn.f32x2 rn.f32.bf16 rn.f32.f16",
     "and": "b16 b32 b64 pred",
     "bfe": "s32 s64 u32 u64",

@@ -100,7 +100,8 @@ class _NoCall(ModelCall):
     def __init__(self) -> None:
         pass
 
-    def __call__(self, labels: Tensor, **_: Any) -> Any:
+    def __call__(self, **inputs: Any) -> Any:
+        labels = inputs["labels"]
         zeros = torch.zeros(labels.shape, device=labels.device, dtype=torch.float32)
         return SimpleNamespace(log_probs=zeros.clone().requires_grad_(), entropy=zeros)
 
@@ -161,11 +162,11 @@ class Dealer:
         inputs = own(generation_batch)
         batches = trainer._buffered_inputs
         if not trainer.model.training:
-            return inputs  # type: ignore[no-any-return]
+            return inputs
         if batches is not before and batches is not self._dealt:
             self.check(trainer)  # a callback may have changed an option
             batches = self._dealt = trainer._buffered_inputs = self.deal(trainer, batches)
-        return batches[trainer._step % trainer.args.steps_per_generation]  # type: ignore[no-any-return]
+        return batches[trainer._step % trainer.args.steps_per_generation]
 
     def deal(self, trainer: Any, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the micro-batches of a generation batch, dealt anew, each with its `Part`."""
@@ -194,9 +195,9 @@ class Dealer:
             ))  # fmt: skip
         joined = [_joined(batches[start : start + window]) for start in range(0, count, window)]
         return [
-            _cut(joined[i // window], *mine_dealt[i], trainer.pad_to_multiple_of or 1)
+            _cut(joined[i // window], places, rows, trainer.pad_to_multiple_of or 1)
             | {_PART: parts[i]}
-            for i in range(count)
+            for i, (places, rows) in enumerate(mine_dealt)
         ]
 
     def loss(self, own: TRLLoss, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
