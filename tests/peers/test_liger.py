@@ -179,7 +179,7 @@ def test_half_precision_and_the_execution():
 
 
 def test_options_may_change_between_calls():
-    """As a schedule of a trainer's changes them."""
+    """A trainer's schedule may set them on the module."""
     batch, head, call = arguments_of({"use_ref_model": True, "loss_type": "dapo"}, CASE)
     changes = {
         "beta": 0.3, "epsilon_low": 0.01, "epsilon_high": 0.02, "temperature": 0.6,
