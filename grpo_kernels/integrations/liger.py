@@ -32,7 +32,7 @@ from ..head.lm_head import LMHead, Reference
 from ..loss.advantages import apply_is_weights
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import flat_fields
-from .patching import Patch, check_options, check_version, is_ours
+from .patching import Patch, check_options, check_version
 
 _NAME = "LigerFusedLinearGRPOLoss"
 _LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -85,8 +85,8 @@ class FusedLinearGRPOLoss(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()
-        options = {"temperature": self.temperature, "logits_dtype": self.logits_dtype}
-        check_options(self.execution, **options)
+        temperature, logits_dtype = self.temperature, self.logits_dtype
+        check_options(self.execution, temperature=temperature, logits_dtype=logits_dtype)
         self._config()  # refuses now what the calls would refuse
 
     def forward(
@@ -233,27 +233,16 @@ class patch_liger(Patch):
         check_version("liger-kernel", "0.6")
         options: dict[str, Any] = {"execution": execution, "logits_dtype": logits_dtype}
         FusedLinearGRPOLoss(**options)  # refuses now what would be refused later
+        import liger_kernel.chunked_loss as where
 
         class Replacing(FusedLinearGRPOLoss):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **{**options, **kwargs})
 
         Replacing.__doc__, Replacing.__name__ = FusedLinearGRPOLoss.__doc__, _NAME
-        theirs, modules = _current(), list(sys.modules.values())
+        theirs, modules = vars(where)[_NAME], list(sys.modules.values())
         importers = [x for x in modules if getattr(x, "__dict__", {}).get(_NAME) is theirs]
         super().__init__((module, _NAME, Replacing) for module in importers)
-
-    @staticmethod
-    def active() -> bool:
-        """Returns True while Liger is patched."""
-        return is_ours(_current())
-
-
-def _current() -> Any:
-    """Liger's class, or what stands in its place."""
-    import liger_kernel.chunked_loss as where
-
-    return vars(where)[_NAME]
 
 
 def _per_token(name: str, x: object, mask: Tensor) -> Tensor:

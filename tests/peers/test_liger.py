@@ -235,7 +235,6 @@ STEP = {"use_ref_model": False}
 VESPO = {**STEP, "loss_type": "vespo"}
 # Options of the class, arguments of its call that are others, the error.
 REFUSED = (
-    ({"loss_type": "gapo"}, {}, "loss_type: expected one of"),
     ({"loss_type": "dr_grpo"}, {}, "max_completion_length: expected a positive int"),
     ({"loss_type": "gspo"}, {}, "loss_type: expected one of"),
     ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, {},
@@ -251,8 +250,6 @@ REFUSED = (
     (STEP, {"attention_mask": torch.ones(5)}, "attention_mask: expected shape"),
     (STEP, {"num_items_in_batch": -3}, "num_items_in_batch: expected a number >= 0; got -3"),
     (STEP, {"num_items_in_batch": torch.tensor(-3.0)}, "num_items: expected a finite number"),
-    (STEP, {"num_items_in_batch": torch.tensor(float("inf"))}, "num_items: expected a finite"),
-    (STEP, {"num_items_in_batch": float("inf")}, "num_items_in_batch: expected a finite"),
     (STEP, {"num_items_in_batch": "x"}, "num_items_in_batch: expected a number"),
     (STEP, {"vllm_is_ratio": torch.ones(2, 4)}, "vllm_is_ratio: expected shape"),
     (STEP, {"vllm_is_ratio": torch.ones(2), "advantages": None}, "advantages: expected a tensor"),
@@ -285,7 +282,6 @@ def test_who_constructs_ligers_class_has_ours():
     sys.modules["early"] = early
     try:
         with patch_liger(execution=Execution(batch_invariant=True), logits_dtype="model"):
-            assert patch_liger.active()
             for place in places:
                 loss = place.LigerFusedLinearGRPOLoss(beta=0.0, loss_type="grpo", compiled=False)
                 assert isinstance(loss, FusedLinearGRPOLoss) and loss.loss_type == "grpo"
@@ -295,7 +291,6 @@ def test_who_constructs_ligers_class_has_ours():
                 RuntimeError, match=r"patch_liger: .* patched already: call undo\(\)"
             ):
                 patch_liger()
-        assert not patch_liger.active()
         assert all(x.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss for x in places)
     finally:
         del sys.modules["early"]
@@ -305,17 +300,10 @@ def test_who_constructs_ligers_class_has_ours():
     assert chunked_loss.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    (
-        ({"logits_dtype": "bf16"}, "logits_dtype: expected"),
-        ({"execution": "torch"}, "execution: expected an Execution"),
-    ),
-)
-def test_a_patch_of_liger_checks_its_options(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        patch_liger(**options)
-    assert not patch_liger.active()
+def test_a_patch_of_liger_checks_its_options():
+    with pytest.raises(ValueError, match="logits_dtype: expected"):
+        patch_liger(logits_dtype="bf16")
+    patch_liger().undo()
 
 
 @pytest.mark.parametrize("installed", ("0.5.10", "none"))
