@@ -10,7 +10,8 @@ Arguments and results are those of Liger 0.8.5, which need not be installed. The
 - Masked positions may hold anything, NaN included.
 - In half precision, the logits and the sum of the weight's gradient over chunks are float32.
 - An argument that Liger ignores is an error: a reference with `use_ref_model=False`, a second one.
-- `vespo` with `vllm_is_ratio` needs `old_per_token_logps`; `cispo` may have sequence ratios.
+- `vespo` with `vllm_is_ratio` and no `old_per_token_logps` computes the log-probs twice.
+- `cispo` may have sequence ratios.
 - `compiled` and `chunk_size` have no effect: nothing here is compiled, and the chunk size is a
   budget in bytes, `Execution.chunk_bytes`.
 """
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from ..base.checks import FLOATS, check_choice, check_number, check_tensor, scalar
 from ..fused_grpo_loss import fused_grpo_loss
 from ..head.execution import Execution
+from ..head.linear_logprobs import linear_logprobs
 from ..head.lm_head import LMHead, Reference
 from ..loss.advantages import apply_is_weights
 from ..loss.config import GRPOLossConfig
@@ -134,11 +136,16 @@ class FusedLinearGRPOLoss(nn.Module):
         shape = check_tensor("_input", _input).shape[:2]
         mask = check_tensor("attention_mask", attention_mask, shape=shape)
         advantages = weighted = _per_token("advantages", advantages, mask)
-        sampling_logps = reference = num_items = None
+        old_logps, sampling_logps, reference, num_items = old_per_token_logps, None, None, None
         if vllm_is_ratio is not None and config.loss_type == "vespo":
             # Vespo weighs sequences by the sampler's log-probs, and bounds the weights by e^20.
             config = replace(config, is_correction="token_truncate", is_clip_max=float(2**30))
-            sampling_logps = _sampling_logps(old_per_token_logps, vllm_is_ratio, mask)
+            if old_logps is None:
+                options: dict[str, Any] = {"execution": self.execution}
+                with torch.no_grad():
+                    scored = linear_logprobs(_input, head, selected_token_ids, mask, **options)
+                old_logps = scored.logps
+            sampling_logps = _sampling_logps(old_logps, vllm_is_ratio, mask)
         elif vllm_is_ratio is not None:
             weights = _per_token("vllm_is_ratio", vllm_is_ratio, mask)
             weighted = apply_is_weights(advantages, weights, mask)
@@ -159,7 +166,7 @@ class FusedLinearGRPOLoss(nn.Module):
             selected_token_ids,
             weighted.expand(mask.shape),
             mask,
-            old_logps=old_per_token_logps,
+            old_logps=old_logps,
             ref_logps=ref_per_token_logps,
             sampling_logps=sampling_logps,
             reference=reference,
