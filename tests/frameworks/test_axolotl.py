@@ -1,95 +1,86 @@
-"""The plug-in by axolotl's own manager and config, and its GRPO trainer with and without it."""
+"""The page's trainer, built by axolotl's own builder from its config, trains as axolotl's does."""
 
-from types import SimpleNamespace
+import os
+import re
+import sys
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("axolotl", reason="`make test-with FRAMEWORK=axolotl` has it")
-from axolotl.core.trainers.grpo import GRPOStrategy
-from axolotl.integrations.base import PluginManager
-from axolotl.utils.config import prepare_plugins, validate_config
+os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
+import yaml
+from axolotl.core.builders import HFRLTrainerBuilder
+from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
+from axolotl.utils.config import validate_config
 from axolotl.utils.dict import DictDefault
-from trl.trainer.grpo_trainer import GRPOTrainer
+from peft import LoraConfig, get_peft_model
+from trl.trainer import grpo_trainer
 
 from tests.helpers import trl_runs
+from tests.helpers.ranks import ROOT
+from tests.helpers.tiny_models import make_tokenizer
 
-PLUGIN = "grpo_kernels.integrations.axolotl.GRPOKernelsPlugin"
+PAGE = (ROOT / "docs/integrations.md").read_text().split("## axolotl\n")[1]
+((MODULE, CODE),) = re.findall(r'```python title="(\w+)\.py"\n(.*?)```', PAGE, re.S)
+LINES = yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGE, re.S)[1])
 CONFIG = {
-    "plugins": [PLUGIN], "base_model": "none", "rl": "grpo", "learning_rate": 1e-3,
-    "micro_batch_size": 4, "gradient_accumulation_steps": 1, "datasets": [{"path": "none"}],
-    "trl": {"num_generations": 4, "max_completion_length": 5}, "max_steps": 1,
+    "rl": "grpo", "learning_rate": 0.05, "optimizer": "sgd", "lr_scheduler": "constant",
+    "micro_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": trl_runs.STEPS,
+    "logging_steps": 1, "bf16": False, "fp16": False, "datasets": [{"path": "none"}],
+}  # fmt: skip
+TRL = {
+    "num_generations": 4, "max_completion_length": 6, "temperature": 0.9, "beta": 0.1,
+    "reward_funcs": ["tests.helpers.trl_runs.noise"],
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def fresh_manager():
-    manager = PluginManager.get_instance()
-    manager.plugins.clear()
-    originals = {name: vars(GRPOTrainer)[name] for name in ("__init__", "_compute_loss")}
-    yield manager
-    for plugin in manager.plugins.values():
-        plugin.post_train_unload(None)
-    assert originals == {name: vars(GRPOTrainer)[name] for name in originals}
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """Puts the page's file on the path."""
+    (tmp_path / f"{MODULE}.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop(MODULE, None)
 
 
-def validated(**changes):
-    """Returns axolotl's validated config."""
-    config = DictDefault({**CONFIG, **changes})
-    prepare_plugins(config)
-    return validate_config(config)
+def trained(folder, lora, trl, **config):
+    """A run of the trainer that axolotl's builder constructs: losses, log and weights."""
+    stored = trl_runs.folder_of("qwen2")
+    config = {**CONFIG, "base_model": stored, "output_dir": str(folder), **config}
+    config = validate_config(DictDefault({**config, "trl": {**TRL, **trl}}))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    builder = HFRLTrainerBuilder(config, model, make_tokenizer(), None)
+    builder.train_dataset = trl_runs.prompts()
+    trainer = builder.build(trl_runs.STEPS)
+    trainer.train()
+    log = trainer.state.log_history
+    weights = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
+    return type(trainer), ([row["loss"] for row in log if "loss" in row], log, weights)
 
 
-def trained(manager, config, folder):
-    """A run of axolotl's trainer."""
-    for _ in range(2):  # as for a reference model
-        manager.pre_model_load(config)
-    return trl_runs.trained(
-        GRPOStrategy.get_trainer_class(), folder, config=GRPOStrategy.get_training_args_class(),
-        beta=0.1, temperature=0.9,
-    )  # fmt: skip
-
-
-def test_trains_as_without_it(fresh_manager, tmp_path):
-    plain = trained(fresh_manager, validated(), tmp_path)
-    assert GRPOTrainer._compute_loss.__module__.startswith("trl")
-    fused = trained(fresh_manager, validated(grpo_kernels=True), tmp_path)
-    assert GRPOTrainer._compute_loss.__module__.startswith("grpo_kernels")
-    trl_runs.assert_same_run(fused, plain)
-    assert any(not torch.equal(fused[2][name], weight) for name, weight in plain[2].items())
-
-
-def test_options_reach_the_patch(fresh_manager, monkeypatch):
-    from grpo_kernels.integrations import trl
-
-    seen = {}
-    monkeypatch.setattr(
-        trl, "patch_trl", lambda **kwargs: seen.update(kwargs) or SimpleNamespace(undo=lambda: None)
-    )
-    options = {"logits_dtype": "model", "chunk_bytes": 1 << 20, "batch_invariant": True}
-    config = validated(grpo_kernels=True, grpo_kernels_options=options)
-    fresh_manager.pre_model_load(config)
-    assert seen["logits_dtype"] == "model" and not seen["replay_support"]
-    assert seen["execution"].chunk_bytes == 1 << 20 and seen["execution"].batch_invariant
-
-
+@pytest.mark.parametrize("lora", (False, True), ids=("all weights", "LoRA"))
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("trl", "config"),
     (
-        ({"rl": "dpo"}, "rl: expected grpo with grpo_kernels; got 'dpo'"),
-        ({"trl": {**CONFIG["trl"], "use_liger_loss": True}}, "trl.use_liger_loss: True does"),
-        ({"trl": {**CONFIG["trl"], "async_prefetch": True}}, "trl.async_prefetch: True does"),
-        ({"context_parallel_size": 2}, "context_parallel_size: 2 does not work"),
-        ({"grpo_kernels": False, "grpo_kernels_options": {}}, None),
-        ({"grpo_kernels": False, "grpo_kernels_options": {"backend": "torch"}}, "has no effect"),
-        ({"grpo_kernels_options": {"chunks": 3}}, "grpo_kernels_options.chunks"),
-        ({"grpo_kernels_options": {"chunk_bytes": -3}}, "greater than 0"),
+        ({}, {}),
+        ({"loss_type": "grpo", "num_iterations": 2, "beta": 0.0, "entropy_coef": 0.05},
+         {"gradient_accumulation_steps": 2, "micro_batch_size": 2}),
     ),
-    ids=lambda x: None if isinstance(x, str) else ", ".join(x or ["fine"]),
+    ids=("dapo, beta", "grpo, old log-probs, entropy bonus"),
 )  # fmt: skip
-def test_what_it_cannot_honour_is_refused(changes, message):
-    if message is None:
-        assert not validated(**changes).grpo_kernels
-        return
-    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        validated(**{"grpo_kernels": True, **changes})
+def test_trains_as_axolotls_own(trl, config, lora, page, tmp_path, monkeypatch):
+    kind, plain = trained(tmp_path / "plain", lora, trl, **config)
+    assert kind is AxolotlGRPOTrainer
+    # What TRL's own method calls on logits is not called any more.
+    monkeypatch.delattr(grpo_trainer, "selective_log_softmax")
+    kind, fused = trained(tmp_path / "fused", lora, trl, **config, **LINES)
+    assert f"{kind.__module__}.{kind.__name__}" == LINES["trainer_cls"]
+    trl_runs.assert_same_run(fused, plain)
+    before = AutoModelForCausalLM.from_pretrained(trl_runs.folder_of("qwen2")).state_dict()
+    moved = [k for k, x in plain[2].items() if k not in before or not torch.equal(x, before[k])]
+    assert any("q_proj" in name for name in moved)

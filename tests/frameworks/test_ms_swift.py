@@ -9,12 +9,13 @@ import pytest
 import torch
 
 pytest.importorskip("swift", reason="`make test-with FRAMEWORK=ms-swift` has it")
+from liger_kernel import chunked_loss
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 from swift.rl_core.data import GRPOBatch
 from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
 from swift.utils import import_external_file
 
-from grpo_kernels.integrations.liger import FusedLinearGRPOLoss, patch_liger
+from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
 from tests.helpers.batches import relative_error
 from tests.helpers.model_families import family_model
 from tests.helpers.ranks import ROOT
@@ -29,11 +30,11 @@ def plugin():
     """Imports the plugin as `--external_plugins` does, and a second time, as a worker does."""
     for _ in range(2):
         module = import_external_file(str(PLUGIN))
-    assert patch_liger.active()
+    assert issubclass(chunked_loss.LigerFusedLinearGRPOLoss, FusedLinearGRPOLoss)
     yield
     module.patch.undo()
     del sys.modules[module.__name__]
-    assert not patch_liger.active()
+    assert chunked_loss.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss
 
 
 def trainer_of(loss_type, beta):
@@ -101,8 +102,9 @@ def test_a_data_loaders_worker_has_the_plugin_again():
     """In a process that inherits nothing."""
     code = (
         "from swift.utils import import_external_file as f\n"
-        "from grpo_kernels.integrations.liger import patch_liger\n"
-        f"f({str(PLUGIN)!r}); f({str(PLUGIN)!r}); assert patch_liger.active()"
+        "from liger_kernel import chunked_loss\n"
+        f"f({str(PLUGIN)!r}); f({str(PLUGIN)!r})\n"
+        "assert chunked_loss.LigerFusedLinearGRPOLoss.__module__[:12] == 'grpo_kernels'"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
