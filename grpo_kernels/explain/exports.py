@@ -140,7 +140,9 @@ def _explanation(path: Path, rows: Sequence[Row]) -> Explanation:
     numbers = {
         name: torch.tensor(x, dtype=torch.float32, device="cpu") for name, x in columns.items()
     }
-    lengths = torch.tensor([len(row["position"]) for row in tokens], device="cpu")
+    lengths = torch.tensor(
+        [len(row["position"]) for row in tokens], dtype=torch.int64, device="cpu"
+    )
     return Explanation(
         numbers, torch.repeat_interleave(lengths),
         position, sequences, group_sums(sequences), [], texts,

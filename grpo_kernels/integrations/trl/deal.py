@@ -1,4 +1,4 @@
-"""Which completions a micro-batch of TRL has, and which of them go through the model.
+"""Deals completions to the micro-batches of TRL, and leaves some out of the model's calls.
 
 A completion whose advantage is 0 has no gradient if nothing but the advantages gives it one. TRL
 samples, rewards and splits as ever. Once per generation batch the `Dealer` then rewrites TRL's
@@ -189,7 +189,7 @@ class Dealer:
             if by_tokens:
                 share = max(1, mine_tokens[i]) / max(1, sum(row.tokens for row in rows))
             parts.append(Part(
-                places or [0], torch.tensor(places or [0], device=device), len(rows), not places,
+                places or [0], _index(places or [0], device), len(rows), not places,
                 _needs_call(accelerator, i in first, somewhere[i]),
                 not somewhere[i], share,
             ))  # fmt: skip
@@ -327,17 +327,21 @@ def _cut(
     full, device = batch["completion_ids"].shape[1], batch["completion_ids"].device
     # TRL takes a width of 1 for one value per sequence.
     longest = max([2, *(row.length for row in rows if row.trained)])
-    width, index = math.ceil(longest / pad_to) * pad_to, torch.tensor(places, device=device)
+    width, index = math.ceil(longest / pad_to) * pad_to, _index(places, device)
     cut = {name: _taken(x, places, index) for name, x in batch.items()}
     for name, x in cut.items():
         if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == full and name not in _PROMPT:
             cut[name] = x[:, :width]
-    left_out = torch.tensor([not row.trained for row in rows], device=device)
+    left_out = torch.tensor([not row.trained for row in rows], dtype=torch.bool, device=device)
     cut["completion_mask"] = cut["completion_mask"].masked_fill(left_out[:, None], 0)
     if SUPPORT in cut:  # a set that is not read may be longer than the rows are now
         sets = zip(cut[SUPPORT], rows, strict=True)
         cut[SUPPORT] = [x if row.trained else None for x, row in sets]
     return cut
+
+
+def _index(places: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 def _taken(x: Any, places: Sequence[int], index: Tensor) -> Any:
