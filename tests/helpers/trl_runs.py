@@ -79,19 +79,20 @@ _TRAINER_OPTIONS = (
 
 def trained(
     trainer_class, folder, *, family="qwen2", stored=None, injected=None, scored=None,
-    completions=None, rewards=noise, calls=None, evaluate=False, **options,
+    completions=None, rewards=noise, calls=None, evaluate=False, resume=None, **options,
 ):  # fmt: skip
     """The rows that a run logged, the losses unrounded, and the weights it ends with.
 
     The model is the one of the family, or that of the folder `stored`. `injected` adds to a
     micro-batch, `scored` to a generation batch; `completions` samples in the model's place;
-    `calls` gets the shape of each batch that goes through the model while it trains.
+    `calls` gets the shape of each batch that goes through the model while it trains; `resume` is
+    a checkpoint.
     """
     kwargs = {k: options.pop(k) for k in _TRAINER_OPTIONS if k in options}
     losses = []
 
     class Watched(trainer_class):
-        gradient_needs_advantage = getattr(trainer_class, "gradient_needs_advantage", True)
+        gradient_needs_advantage = True
 
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
             if completions is None:
@@ -130,7 +131,7 @@ def trained(
         layers.register_forward_hook(
             lambda layer, args, _: calls.append(tuple(args[0].shape)) if layer.training else None
         )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     weights = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
     return losses, trainer.state.log_history, weights
 

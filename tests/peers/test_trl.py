@@ -44,6 +44,7 @@ from tests.helpers.trl_runs import (
 )
 
 pytestmark = pytest.mark.usefixtures("real_memory")
+TOP_K = {"top_k": 12, "temperature": 0.7}
 LORA = {kind: LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS[kind]) for kind in ("body", "head")}
 
 
@@ -285,13 +286,48 @@ def test_lora_on_the_head_is_trained(tmp_path):
     assert len(outer) == 1 and outer[0].abs().max() > 0
 
 
+def test_a_patch_that_ends_before_the_training(tmp_path):
+    """The run is TRL's without an option, and refused where one would be lost."""
+
+    def unpatched(patch):
+        class Unpatched(GRPOTrainer):
+            def train(self, *args, **kwargs):
+                patch.undo()
+                return super().train(*args, **kwargs)
+
+        return Unpatched
+
+    theirs = trained(GRPOTrainer, tmp_path / "a")
+    assert_same_run(trained(unpatched(patch_trl()), tmp_path / "b"), theirs)
+    for options, more in (
+        ({"loss": Clip()}, {}), ({"skip_untrained": True}, {}), ({"replay_support": True}, TOP_K)
+    ):  # fmt: skip
+        patch = patch_trl(**options)
+        message = f"{next(iter(options))}: no effect without patch_trl, which has ended"
+        with pytest.raises(ValueError, match=message):
+            trained(unpatched(patch), tmp_path / "c", **more)
+
+
+def test_ours_under_a_patch_of_others(tmp_path):
+    """A trainer of our class, made before the patch, keeps its options."""
+
+    class Patched(FusedGRPOTrainer):
+        def train(self, *args, **kwargs):
+            with patch_trl():
+                return super().train(*args, **kwargs)
+
+    options = {"replay_support": True, **TOP_K, **TWICE}
+    expected = trained(FusedGRPOTrainer, tmp_path / "a", **options)
+    assert_same_run(trained(Patched, tmp_path / "b", **options), expected)
+
+
 def test_a_trainer_made_before_the_patch_is_not_touched(tmp_path):
     theirs = trained(GRPOTrainer, tmp_path / "a")
 
     class Patched(GRPOTrainer):
-        def train(self):
+        def train(self, *args, **kwargs):
             with patch_trl():
-                super().train()
+                super().train(*args, **kwargs)
 
     assert_same_run(trained(Patched, tmp_path / "b"), theirs)
 
@@ -516,7 +552,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_options_are_those_of_the_step(name, tmp_path):
-    """Of the trainer where TRL reads them there, else of its arguments; not compared with TRL."""
+    """Reads the trainer where TRL does, else its arguments; losses are not compared here."""
 
     def changed(kind):
         class Changed(kind):
@@ -570,7 +606,7 @@ class OwnStep(OwnLoss):
 
 @pytest.mark.parametrize("kind", (OwnLoss, OwnStep))
 def test_options_of_the_loss_on_a_trainer_with_its_own(kind, tmp_path):
-    """Its head is ours; an option that would do nothing is an error before a weight moves."""
+    """The head is ours; an option that would do nothing is an error before a weight moves."""
     expected = trained(kind, tmp_path / "theirs")
     with patch_trl():
         assert_same_training(trained(kind, tmp_path / "mine"), expected)

@@ -40,6 +40,11 @@ OPTIONS = {
     },
     "skipped": {"loss_type": "grpo", "gradient_accumulation_steps": 4},
     "skipped, whole processes": {"loss_type": "grpo"},
+    "skipped, gradients reduced in each micro-batch": {
+        "gradient_accumulation_steps": 4,
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+    },
+    "sorted, a KL": {"loss_type": "grpo", "beta": 0.1, "gradient_accumulation_steps": 4},
     "skipped, two passes, twice": {
         "loss_type": "vespo", "gradient_accumulation_steps": 2, "num_iterations": 2,
     },
@@ -98,7 +103,10 @@ def train(kind, trainer_class, model, name, output):
     peft_config = options.pop("peft_config", None)
     set_up(kind)
     arguments = arguments_of(
-        output, accelerator_config={"use_configured_state": bool(kind)},
+        output,
+        accelerator_config={
+            "use_configured_state": bool(kind), **options.pop("accelerator_config", {})
+        },
         per_device_train_batch_size=4 if kind else 8, **options,
     )  # fmt: skip
     if kind == "zero3":
@@ -123,7 +131,8 @@ def train(kind, trainer_class, model, name, output):
             hook.remove()
             return loss
 
-    ours = {"skip_untrained": skips} if trainer_class is FusedGRPOTrainer else {}
+    ours = {"skip_untrained": skips, "sort_by_length": name.startswith("sorted")}
+    ours = ours if trainer_class is FusedGRPOTrainer else {}
     trainer = SameForAnyRanks(
         transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=for_some if skips else noise, args=arguments, train_dataset=prompts(),
@@ -142,8 +151,8 @@ def train(kind, trainer_class, model, name, output):
     log = trainer.state.log_history
     # TRL logs the mean of the means of its processes and micro-batches.
     means = {"two passes": ("entropy",), "unequal ranks": ("entropy", "clip_ratio")}.get(name, ())
-    if skips:
-        means = ("entropy", "clip_ratio", "vespo")
+    if skips or name.startswith("sorted"):
+        means = ("entropy", "clip_ratio", "vespo", "kl")
     log = [{key: x for key, x in row.items() if not key.startswith(means)} for row in log]
     return [row["loss"] for row in log if "loss" in row], log, gathered
 

@@ -226,6 +226,6 @@ def test_updates_of_trl_are_timed_where_gradients_agree(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0 and "WRONG" not in done.stdout, done.stderr
     steps = {row["contender"]: row["steps"][0] for row in json.loads(path.read_text())["rows"]}
-    theirs, mine, ordered, skipped = (step["cells"] for step in steps.values())
+    theirs, mine, ordered, skipped = (step["tokens"] for step in steps.values())
     assert theirs == mine > ordered > 1.5 * skipped
     assert len({round(step["grad_norm"], 4) for step in steps.values()}) == 1

@@ -23,7 +23,8 @@ A TRL that is newer than the tested ones warns. This folder alone depends on pri
 - `GRPOTrainer._get_per_token_logps_and_entropies`, which calls `model(..., fused_lm_head=True)`;
 - `GRPOTrainer._prepare_inputs`, which keeps the micro-batches of a generation batch in
   `_buffered_inputs` and counts them in `_step`;
-- `GRPOTrainer._generate_and_score_completions`, whose dict is shuffled and split, lists included;
+- `GRPOTrainer._generate_and_score_completions`, whose dict is shuffled and split, lists included,
+  and `_calculate_rewards`, which it calls;
 - `grpo_trainer.add_fused_lm_head`, which the constructor calls on its models;
 - `grpo_trainer.BaseTunerLayer`, by which the constructor refuses adapters on the head (TRL's head
   would leave them out);

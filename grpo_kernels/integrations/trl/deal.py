@@ -7,13 +7,18 @@ and the longest of them before the others, masks the rest, and cuts each micro-b
 completion. TRL pads all of them to the longest one of the generation batch.
 
 TRL's loss still gets all rows, so that its denominators, its collectives and what it gathers per
-row stay its own. Only the call of the model gets fewer rows (`_ComputedRows`).
+row stay its own. Only the call of the model gets fewer rows (`_SmallerCall`).
 
 **Why it is exact.** A completion may be exchanged within an optimizer step if its weight is the
 same in all micro-batches of that step. Every loss of TRL but `bnpo`, which divides by the tokens
-of a micro-batch, has that. `gcd(gradient_accumulation_steps, steps_per_generation)` micro-batches
-are always of one optimizer step: both numbers are multiples of it, and so is the number of
-micro-batches of an epoch, after which an optimizer step ends early.
+of a micro-batch, has that. `gcd(gradient_accumulation_steps, steps_per_generation)` micro-batches,
+a window, are always of one optimizer step: both numbers are multiples of it, and so is the number
+of micro-batches of an epoch, after which an optimizer step ends early.
+
+**When a micro-batch has nothing to compute.** DDP sends buffers in the first forward of a step,
+FSDP gathers weights in each, and gradients are reduced in the last backward: a process that stayed
+away alone would hang the others. So the model is called, with one masked row, unless no process
+has anything to compute and no gradients are to be reduced.
 """
 
 from __future__ import annotations
@@ -36,74 +41,73 @@ from .micro_batch import ModelCall, TRLLoss, loss_of
 from .replay import KEY as SUPPORT
 from .state import options_of
 
-# The key of a micro-batch under which its `Part` travels.
-_PART = "grpo_kernels_part"
+# The key of a micro-batch under which its `ComputedRows` travel.
+_COMPUTED = "grpo_kernels_computed_rows"
 _PROMPT = ("prompt_ids", "prompt_mask")
-# Each process has all weights.
-_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+# Of models of images and text: tensors of another layout than a row per completion.
+_IMAGES = {"pixel_values", "num_images", "image_grid_thw", "token_type_ids", "mm_token_type_ids"}
 
 
 class _Row(NamedTuple):
     """A completion, as read from the device."""
 
     trained: int  # 1: it has a gradient
-    length: int
+    length: int  # up to the last token that is attended to
     tokens: int  # unmasked ones
 
 
 @dataclass
-class Part:
-    """The rows of a micro-batch that go through the model; the others are masked."""
+class ComputedRows:
+    """The rows of a micro-batch that go through the model; all others are masked."""
 
-    places: list[int]  # of a micro-batch without any: the first row, which is masked as well
-    index: Tensor  # `places` on the device
-    rows: int  # of the micro-batch
+    rows: list[int]  # of a micro-batch without any: the first row, which is masked as well
+    index: Tensor  # `rows` on the device
+    batch_size: int
     empty: bool
     needs_call: bool  # even if it is empty
-    in_no_process: bool  # True if the micro-batches of all processes are empty
+    by_tokens: bool  # the loss divides by the tokens of the micro-batch
     share: float  # of the rows, or of the tokens, that the loss divides by
+    in_no_process: bool  # the micro-batches of all processes are empty
 
     def of(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The rows' own share of TRL's micro-batch."""
-        return {name: _taken(x, self.places, self.index) for name, x in inputs.items()}
+        """The values of these rows alone."""
+        return {name: _select(x, self.rows, self.index) for name, x in inputs.items()}
 
-    def spread(self, x: Tensor, others: Tensor | None) -> Tensor:
-        """Puts the rows' values `[n, T]` among `others`, or among zeros, for all rows."""
-        full = x.new_zeros(self.rows, x.shape[1]) if others is None else others.to(x.dtype)
-        return full.index_copy(0, self.index, x)
+    def spread(self, x: Tensor, others: Tensor) -> Tensor:
+        """Puts the rows' values `[n, T]` among those of the other rows, `[B, T]`."""
+        return others.index_copy(0, self.index, x)
 
 
-class _ComputedRows(ModelCall):
+class _SmallerCall(ModelCall):
     """Calls the model with some rows of what TRL calls it with, and returns values for all."""
 
-    def __init__(self, call: Any, part: Part, others: Tensor | None, length: int) -> None:
-        self.call, self.part, self.others, self.length = call, part, others, length
+    def __init__(self, call: Any, computed: ComputedRows, old_logps: Tensor) -> None:
+        self.call, self.computed, self.old_logps = call, computed, old_logps
 
     def __call__(self, **inputs: Any) -> Any:
-        part = self.part
-        inputs = part.of(inputs)
-        if part.empty:  # of the prompt one token is enough
+        computed, length = self.computed, self.old_logps.shape[1]
+        inputs = computed.of(inputs)
+        if computed.empty:  # one token of the prompt is enough
             inputs = {
-                k: x[:, -self.length - 1 :] if isinstance(x, Tensor) else x
-                for k, x in inputs.items()
+                name: x[:, -length - 1 :] if isinstance(x, Tensor) else x
+                for name, x in inputs.items()
             }
         out = self.call(**inputs)
         return SimpleNamespace(
-            log_probs=part.spread(out.log_probs, self.others),
-            entropy=part.spread(out.entropy, None),
+            log_probs=computed.spread(out.log_probs, self.old_logps),
+            entropy=computed.spread(out.entropy, torch.zeros_like(self.old_logps)),
         )
 
 
 class _NoCall(ModelCall):
-    """Values for rows that are all masked: zeros, whose backward reaches no weight."""
+    """Returns values for rows that are all masked, whose backward reaches no weight."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, old_logps: Tensor) -> None:
+        self.old_logps = old_logps
 
-    def __call__(self, **inputs: Any) -> Any:
-        labels = inputs["labels"]
-        zeros = torch.zeros(labels.shape, device=labels.device, dtype=torch.float32)
-        return SimpleNamespace(log_probs=zeros.clone().requires_grad_(), entropy=zeros)
+    def __call__(self, **_: Any) -> Any:
+        zeros = torch.zeros_like(self.old_logps)
+        return SimpleNamespace(log_probs=self.old_logps.clone().requires_grad_(), entropy=zeros)
 
 
 class Dealer:
@@ -114,250 +118,253 @@ class Dealer:
     """
 
     def __init__(self, skips: bool) -> None:
-        self.skips = skips
+        self.skips, self.option = skips, "skip_untrained=True" if skips else "sort_by_length=True"
         self._dealt: list[dict[str, Any]] | None = None  # the last generation batch
-
-    @property
-    def option(self) -> str:
-        return "skip_untrained=True" if self.skips else "sort_by_length=True"
 
     def check(self, trainer: Any) -> None:
         """Raises ValueError for a loss whose gradient another deal, or a smaller one, changes."""
-        own = options_of(trainer).loss
-        config = None if own is None else config_of(trainer, 1)
-        neighbours = "looks at all completions of a micro-batch: "
+        own, cls = options_of(trainer).loss, _class_with_own_loss(trainer)
+        loss = None if own is None else config_of(trainer, 1).loss
+        name = "" if cls is None else cls.__name__
         reasons = [
             (trl_part(trainer, "_entropy_bonus_enabled"),
              "an entropy bonus, a mean over the tokens of a micro-batch: set entropy_coef=0.0"),
             (trainer.aux_loss_enabled, "the load-balancing loss of a mixture of experts, which "
-             f"{neighbours}set router_aux_loss_coef=0.0"),
-            (trainer.top_entropy_quantile < 1,
-             f"top_entropy_quantile < 1, which {neighbours}set top_entropy_quantile=1.0"),
-            (trl_part(trainer, "_is_vlm"), "images, whose tensors have no row per completion"),
-            (config is not None and not (config.loss.token_local or config.loss.needs_sequences),
+             "is over all tokens of a micro-batch: set router_aux_loss_coef=0.0"),
+            (trainer.top_entropy_quantile < 1, "top_entropy_quantile < 1, which looks at all "
+             "completions of a micro-batch: set top_entropy_quantile=1.0"),
+            (loss is not None and not (loss.token_local or loss.needs_sequences),
              "a loss that may look at other completions: declare token_local or needs_sequences"),
+            (cls is not None and not getattr(cls, "gradient_needs_advantage", False),
+             f"{name}, whose loss may use the completions that are left out or moved: set "
+             f"gradient_needs_advantage = True on {name} if it does not"),
+            (self.skips and trainer.beta, "beta > 0, as a KL has a gradient for every token: set "
+             "beta=0.0, or pass sort_by_length=True instead"),
+            (self.skips and loss is not None and not loss.gradient_needs_advantage,
+             "a loss that may have a gradient where the advantage is 0: declare "
+             "gradient_needs_advantage"),
+            (not self.skips and _divides_by_tokens_of_micro_batch(trainer),
+             "bnpo, which divides by the tokens of a micro-batch: pass another loss_type"),
         ]  # fmt: skip
-        if self.skips:
-            reasons += [
-                (trainer.beta, "beta > 0, as a KL has a gradient for every token: set beta=0.0, or "
-                 "pass sort_by_length=True instead"),
-                (config is not None and not config.loss.gradient_needs_advantage,
-                 "a loss that may have a gradient where the advantage is 0: declare "
-                 "gradient_needs_advantage"),
-            ]  # fmt: skip
-        elif _divides_by_neighbours(trainer):
-            reasons.append((True, "bnpo, which divides by the tokens of a micro-batch"))
-        cls = _overriding(trainer)
-        if cls is not None and not getattr(cls, "gradient_needs_advantage", False):
-            reasons.append((True, f"{cls.__name__}._compute_loss, which may use the completions "
-                            "that are left out or moved: set gradient_needs_advantage = True on "
-                            f"{cls.__name__} if it does not"))  # fmt: skip
         for wrong, what in reasons:
             if wrong:
                 raise ValueError(f"{self.option} does not work with {what}")
 
     def next_micro_batch(self, own: Any, trainer: Any, generation_batch: Any) -> dict[str, Any]:
         """Returns TRL's next micro-batch, and deals those of a new generation batch."""
-        before = trl_part(trainer, "_buffered_inputs")
-        inputs = own(generation_batch)
-        batches = trainer._buffered_inputs
-        if not trainer.model.training:
+        inputs: dict[str, Any] = own(generation_batch)
+        batches = trl_part(trainer, "_buffered_inputs")
+        if not trainer.model.training or batches is self._dealt:
             return inputs
-        if batches is not before and batches is not self._dealt:
-            self.check(trainer)  # a callback may have changed an option
-            batches = self._dealt = trainer._buffered_inputs = self.deal(trainer, batches)
+        batches = self._dealt = trainer._buffered_inputs = self.deal(trainer, batches)
         return batches[trainer._step % trainer.args.steps_per_generation]
 
     def deal(self, trainer: Any, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the micro-batches of a generation batch, dealt anew, each with its `Part`."""
+        """Returns the micro-batches of a generation batch, dealt anew."""
         accelerator, count = trainer.accelerator, len(batches)
-        # So many micro-batches are always of one optimizer step.
+        if images := _IMAGES & batches[0].keys():
+            raise ValueError(
+                f"{self.option} does not work with {min(images)}, which has no row per completion: "
+                "leave the option out, or for text pass a tokenizer as processing_class"
+            )
+        by_tokens = _divides_by_tokens_of_micro_batch(trainer)
         window = math.gcd(trainer.args.gradient_accumulation_steps, count)
-        mine = torch.stack([self._facts(batch) for batch in batches])[None]  # [1, count, B, 3]
+        size = 1 if by_tokens else window
+        numbers = torch.stack([self._numbers(batch) for batch in batches])[None]
         # One transfer to the host: three numbers per completion of all processes.
-        processes = accelerator.gather(mine).tolist()
-        dealt = [self._orders(trainer, facts, window) for facts in processes]
-        tokens = [[sum(x.tokens for x in rows if x.trained) for _, rows in deal] for deal in dealt]
-        mine_dealt, mine_tokens = (x[accelerator.process_index] for x in (dealt, tokens))
-        somewhere = [any(process[i] for process in tokens) for i in range(count)]
-        first = _first_calls(somewhere, window)
-        by_tokens, device = _divides_by_neighbours(trainer), accelerator.device
-        parts = []
-        for i, (_, rows) in enumerate(mine_dealt):
-            places = [k for k, row in enumerate(rows) if row.trained]
-            share = max(1, len(places)) / len(rows)
+        hands = [_dealt(process, size) for process in accelerator.gather(numbers).tolist()]
+        empty = [[not any(row.trained for _, row in hand) for hand in hands_] for hands_ in hands]
+        in_no_process = [all(process[i] for process in empty) for i in range(count)]
+        mine, parts = hands[accelerator.process_index], []
+        for i, hand in enumerate(mine):
+            rows = [k for k, (_, row) in enumerate(hand) if row.trained]
+            share = max(1, len(rows)) / len(hand)
             if by_tokens:
-                share = max(1, mine_tokens[i]) / max(1, sum(row.tokens for row in rows))
-            parts.append(Part(
-                places or [0], _index(places or [0], device), len(rows), not places,
-                _needs_call(accelerator, i in first, somewhere[i]),
-                not somewhere[i], share,
+                tokens = sum(row.tokens for _, row in hand)
+                share = sum(row.tokens for _, row in hand if row.trained) / max(1, tokens)
+            start = i // window * window
+            nothing = all(empty[accelerator.process_index][start : start + window])
+            needs_call = _needs_call(accelerator, in_no_process[i], nothing and i == start)
+            parts.append(ComputedRows(
+                rows or [0], _index(rows or [0], accelerator.device), len(hand), not rows,
+                needs_call, by_tokens, share, in_no_process[i],
             ))  # fmt: skip
-        joined = [_joined(batches[start : start + window]) for start in range(0, count, window)]
+        joined = [_joined(batches[start : start + size]) for start in range(0, count, size)]
+        pad_to = trainer.pad_to_multiple_of or 1
         return [
-            _cut(joined[i // window], places, rows, trainer.pad_to_multiple_of or 1)
-            | {_PART: parts[i]}
-            for i, (places, rows) in enumerate(mine_dealt)
+            _micro_batch(joined[i // size], hand, pad_to) | {_COMPUTED: parts[i]}
+            for i, hand in enumerate(mine)
         ]
 
     def loss(self, own: TRLLoss, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Returns TRL's loss of a micro-batch, of which the model is called with some rows."""
-        part: Part | None = inputs.get(_PART)
-        if part is None:  # an evaluation
+        if not trainer.model.training:
             return loss_of(own, trainer, model, inputs)
-        inputs = {name: x for name, x in inputs.items() if name != _PART}
-        others, length = inputs.get("old_per_token_logps"), inputs["completion_ids"].shape[1]
-        by_tokens = _divides_by_neighbours(trainer)
+        self.check(trainer)  # a callback may have changed an option
+        computed: ComputedRows | None = inputs.get(_COMPUTED)
+        if computed is None:
+            raise ValueError(
+                f"{self.option} does not work with a trainer that makes micro-batches itself: "
+                f"leave it out, or keep inputs[{_COMPUTED!r}]"
+            )
+        if computed.by_tokens != _divides_by_tokens_of_micro_batch(trainer):
+            raise ValueError(
+                f"{self.option} does not work with a loss_type that changes from bnpo, or to it, "
+                "between the updates of a generation batch: change it with the next batch"
+            )
+        inputs = {name: x for name, x in inputs.items() if name != _COMPUTED}
+        old_logps = inputs.get("old_per_token_logps")
+        if old_logps is None:
+            old_logps = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32)
+        old_logps = old_logps.float()
 
         def own_of_all_rows(call: Any, _: dict[str, Any]) -> Tensor:
-            loss = own(_ComputedRows(call, part, others, length), inputs)
+            loss = own(_SmallerCall(call, computed, old_logps), inputs)
             # What TRL divided by is without the tokens that are masked here.
-            return loss * part.share if by_tokens else loss
+            return loss * computed.share if computed.by_tokens else loss
 
-        with _metrics_of(trainer, part):
-            if part.empty and not (part.needs_call or _reduces_gradients(trainer.accelerator)):
-                return own(_NoCall(), inputs)
-            return loss_of(own_of_all_rows, trainer, model, part.of(inputs), part.share)
+        with _metrics_of(trainer, computed):
+            if computed.empty and not (computed.needs_call or _reduces(trainer.accelerator)):
+                return own(_NoCall(old_logps), inputs)
+            return loss_of(own_of_all_rows, trainer, model, computed.of(inputs), computed.share)
 
-    def _facts(self, batch: dict[str, Any]) -> Tensor:
-        """The numbers of `_Row` of each completion, `[B, 3]`."""
+    def _numbers(self, batch: dict[str, Any]) -> Tensor:
+        """The numbers of each completion's `_Row`, `[B, 3]`."""
         attended = batch["completion_mask"]
         mask = attended * batch["tool_mask"] if "tool_mask" in batch else attended
+        place = torch.arange(1, attended.shape[1] + 1, device=attended.device)
         tokens = mask.sum(1)
         trained = tokens > 0
         if self.skips:
             trained &= (batch["advantages"] != 0).view(len(tokens), -1).any(1)
-        return torch.stack([trained, attended.sum(1), tokens], 1).to(torch.int64)
-
-    def _orders(
-        self, trainer: Any, facts: list[list[list[int]]], window: int
-    ) -> list[tuple[list[int], list[_Row]]]:
-        """The rows of each micro-batch of one process: places in their window, and facts."""
-        dealt, size = [], len(facts[0])
-        for start in range(0, len(facts), window):
-            rows = [_Row(*row) for batch in facts[start : start + window] for row in batch]
-            order = list(range(len(rows)))
-            if not _divides_by_neighbours(trainer):
-                order.sort(key=lambda i: (-rows[i].trained, -rows[i].length))
-            for first in range(0, len(order), size):
-                places = order[first : first + size]
-                dealt.append((places, [rows[i] for i in places]))
-        return dealt
+        return torch.stack([trained, (attended * place).amax(1), tokens], 1).to(torch.int64)
 
 
-def zero_equal_groups(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
+def zero_equal_groups(trainer: Any, rewards: Tensor, batch: dict[str, Any]) -> dict[str, Any]:
     """Makes the advantages of groups whose rewards are all equal exactly 0.
 
-    The mean of equal rewards differs from them by rounding, which TRL divides by a standard
-    deviation of 0 plus 1e-4. Advantages of a group whose rewards differ have both signs; those of
-    equal rewards are all one number, or 0 where no reward function scored a completion.
+    The mean of equal rewards may differ from them by rounding, which TRL divides by a standard
+    deviation of 0 plus 1e-4.
+
+    Args:
+        trainer: the trainer.
+        rewards: by function, of the completions of all processes; NaN where none was given.
+        batch: TRL's generation batch of this process.
     """
+    x, size = rewards * trainer.reward_weights.to(rewards.device), trainer.num_generations
+    if not trainer.model.training:
+        size = trainer.num_generations_eval
+    if trainer.multi_objective_aggregation == "sum_then_normalize":
+        no_reward = x.isnan().all(1, keepdim=True)
+        x = x.nansum(1, keepdim=True).masked_fill(no_reward, torch.nan)
+    x = x.view(-1, size, x.shape[1])
+    highest, lowest = (
+        (sign * x).masked_fill(x.isnan(), -torch.inf).amax(1) * sign for sign in (1, -1)
+    )
+    equal = (highest <= lowest).all(1).repeat_interleave(size)
     advantages = batch["advantages"]
-    if advantages.ndim != 1:  # not TRL's own
-        return batch
-    size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-    # A group may be on several processes.
-    groups = trainer.accelerator.gather(advantages).view(-1, size)
-    ends = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
-    equal = torch.stack([((groups == x) | (groups == 0)).all(1) for x in ends]).any(0)
     first = trainer.accelerator.process_index * len(advantages)
-    mine = equal.repeat_interleave(size)[first : first + len(advantages)]
+    mine = equal[first : first + len(advantages)]
+    mine = mine.view(-1, *[1] * (advantages.ndim - 1))
     return batch | {"advantages": advantages.masked_fill(mine, 0.0)}
 
 
-def _overriding(trainer: Any) -> type | None:
-    """The user's class that overrides `_compute_loss`, if any."""
+def _class_with_own_loss(trainer: Any) -> type | None:
+    """The class of the user's that overrides the loss, if any."""
+    known = ("grpo_kernels.", "trl.trainer.", "transformers.")
     for cls in type(trainer).__mro__:
-        if "_compute_loss" in vars(cls):
-            ours_or_trl = cls.__module__.startswith(("grpo_kernels.", "trl.trainer."))
-            return None if ours_or_trl else cls
+        overrides = {"_compute_loss", "compute_loss"} & vars(cls).keys()
+        if overrides and not cls.__module__.startswith(known):
+            return cls
     return None
 
 
-def _divides_by_neighbours(trainer: Any) -> bool:
+def _divides_by_tokens_of_micro_batch(trainer: Any) -> bool:
     """True if a token's weight in the loss depends on the other tokens of its micro-batch."""
     own = options_of(trainer).loss
     name = trainer.loss_type if own is None else getattr(own, "aggregation", Loss.aggregation)
     return bool(name == "bnpo")
 
 
-def _first_calls(somewhere: Sequence[bool], window: int) -> set[int]:
-    """In each window the first micro-batch that any process computes, or the first of all."""
-    starts = range(0, len(somewhere), window)
-    return {max(range(s, s + window), key=lambda i: (somewhere[i], -i)) for s in starts}
-
-
-def _needs_call(accelerator: Any, first: bool, somewhere: bool) -> bool:
-    """True if even a process without rows calls the model in this micro-batch.
-
-    `first`: it is the first one in its window that any process computes, or the first of all;
-    `somewhere`: a process computes it.
-    """
+def _needs_call(accelerator: Any, in_no_process: bool, alone_in_window: bool) -> bool:
+    """True if a micro-batch without rows needs a call of the model, whoever reduces gradients."""
     kind = accelerator.distributed_type
     if kind == DistributedType.NO:
-        return first  # so that weights have gradients, if of 0, as an optimizer skips None
-    if kind in _DDP:
-        return first and somewhere  # the first forward of a step sends buffers
-    # The forward gathers weights. DeepSpeed counts the backwards, too.
-    return somewhere or kind != DistributedType.FSDP
+        # So that weights have gradients of 0: an optimizer leaves out those that are None.
+        return alone_in_window
+    return not in_no_process or kind == DistributedType.DEEPSPEED  # which counts the backwards
 
 
-def _reduces_gradients(accelerator: Any) -> bool:
+def _reduces(accelerator: Any) -> bool:
     """True in the last micro-batch of an optimizer step of several processes."""
     alone = accelerator.distributed_type == DistributedType.NO
     return bool(accelerator.sync_gradients and not alone)
+
+
+def _dealt(numbers: list[list[list[int]]], window: int) -> list[list[tuple[int, _Row]]]:
+    """The rows of each micro-batch of one process, each with its place in its window."""
+    hands, size = [], len(numbers[0])
+    for start in range(0, len(numbers), window):
+        rows = [_Row(*row) for batch in numbers[start : start + window] for row in batch]
+        order = list(enumerate(rows))
+        if window > 1:
+            order.sort(key=lambda x: (-x[1].trained, -x[1].length))
+        hands += [order[k : k + size] for k in range(0, len(order), size)]
+    return hands
 
 
 def _joined(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Puts micro-batches of one generation batch together again."""
 
     def join(values: Sequence[Any]) -> Any:
-        first = values[0]
-        if isinstance(first, Tensor):
-            return torch.cat(list(values)) if first.ndim else first
-        return [x for value in values for x in value] if isinstance(first, list) else first
+        head = values[0]
+        if isinstance(head, Tensor):
+            return torch.cat(list(values)) if head.ndim else head
+        return [x for value in values for x in value] if isinstance(head, list) else head
 
     return {name: join([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def _cut(
-    batch: dict[str, Any], places: Sequence[int], rows: Sequence[_Row], pad_to: int
+def _micro_batch(
+    window: dict[str, Any], hand: Sequence[tuple[int, _Row]], pad_to: int
 ) -> dict[str, Any]:
-    """Returns these rows, cut to the longest trained completion, with the others masked."""
-    full, device = batch["completion_ids"].shape[1], batch["completion_ids"].device
+    """Returns these rows of a window, cut to the longest trained one, with the others masked."""
+    full, device = window["completion_ids"].shape[1], window["completion_ids"].device
     # TRL takes a width of 1 for one value per sequence.
-    longest = max([2, *(row.length for row in rows if row.trained)])
-    width, index = math.ceil(longest / pad_to) * pad_to, _index(places, device)
-    cut = {name: _taken(x, places, index) for name, x in batch.items()}
-    for name, x in cut.items():
+    longest = max([2, *(row.length for _, row in hand if row.trained)])
+    width = math.ceil(longest / pad_to) * pad_to
+    rows = [place for place, _ in hand]
+    index = _index(rows, device)
+    batch = {name: _select(x, rows, index) for name, x in window.items()}
+    for name, x in batch.items():
         if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == full and name not in _PROMPT:
-            cut[name] = x[:, :width]
-    left_out = torch.tensor([not row.trained for row in rows], dtype=torch.bool, device=device)
-    cut["completion_mask"] = cut["completion_mask"].masked_fill(left_out[:, None], 0)
-    if SUPPORT in cut:  # a set that is not read may be longer than the rows are now
-        sets = zip(cut[SUPPORT], rows, strict=True)
-        cut[SUPPORT] = [x if row.trained else None for x, row in sets]
-    return cut
+            batch[name] = x[:, :width]
+    left_out = _index([not row.trained for _, row in hand], device).bool()
+    batch["completion_mask"] = batch["completion_mask"].masked_fill(left_out[:, None], 0)
+    if SUPPORT in batch:  # a set that is not read may be longer than the rows are now
+        sets = zip(batch[SUPPORT], hand, strict=True)
+        batch[SUPPORT] = [x if row.trained else None for x, (_, row) in sets]
+    return batch
 
 
-def _index(places: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(places, dtype=torch.int64, device=device)
+def _index(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def _taken(x: Any, places: Sequence[int], index: Tensor) -> Any:
+def _select(x: Any, rows: Sequence[int], index: Tensor) -> Any:
     """Returns these rows of one of a batch's values; a value without rows as it is."""
     if isinstance(x, list):
-        return [x[i] for i in places]
+        return [x[i] for i in rows]
     return x[index] if isinstance(x, Tensor) and x.ndim else x
 
 
 @contextmanager
-def _metrics_of(trainer: Any, part: Part) -> Iterator[None]:
+def _metrics_of(trainer: Any, computed: ComputedRows) -> Iterator[None]:
     """Makes what TRL logs of a micro-batch without a token in any process NaN, which it ignores."""
     metrics = trl_part(trainer, "_metrics")["train"]
     before = {name: len(values) for name, values in metrics.items()}
     yield
-    if part.in_no_process:
+    if computed.in_no_process:
         for name, values in metrics.items():
-            first = before.get(name, 0)
-            values[first:] = [math.nan] * (len(values) - first)
+            count = len(values) - before.get(name, 0)
+            values[len(values) - count :] = [math.nan] * count

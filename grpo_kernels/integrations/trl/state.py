@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -33,10 +33,9 @@ class Options:
 
     def __post_init__(self) -> None:
         check_options(self.execution, logits_dtype=self.logits_dtype)
-        for name in (
-            "replay_support", "exact_kl", "skip_untrained", "sort_by_length", "zero_equal_groups"
-        ):  # fmt: skip
-            check_bool(name, getattr(self, name))
+        for option in fields(self):
+            if isinstance(option.default, bool):
+                check_bool(option.name, getattr(self, option.name))
         if isinstance(self.loss, str):
             raise TypeError(
                 "loss: expected a loss or a callable (for TRL's losses set loss_type); got "
@@ -54,22 +53,23 @@ class State:
     explainer: Any = None  # an ExplainCallback
     compared: int = 0  # micro-batches whose loss was, or could have been, compared with TRL's
     took_part: bool = False  # in the loss of the present micro-batch
+    rewards: Tensor | None = None  # of the generation batch that is being scored
 
     def check_took_part(self, trainer: Any) -> None:
         """Raises ValueError for a trainer whose own loss has left options out."""
-        asked = [
-            name
-            for name in ("loss", "exact_kl", "skip_untrained", "sort_by_length")
-            if getattr(self.options, name) not in (None, False)
-        ]
-        asked += ["ExplainCallback"] if self.explainer is not None else []
-        if asked and not self.took_part:
-            kind = type(trainer).__name__
-            raise ValueError(
-                f"{', '.join(asked)}: no effect on {kind}, whose _compute_loss does not call "
-                f"GRPOTrainer's: leave {'it' if len(asked) == 1 else 'them'} out, or call "
-                "super()._compute_loss there"
+        if not self.took_part:
+            self.refuse_options(
+                f"on {type(trainer).__name__}, whose _compute_loss does not call GRPOTrainer's: "
+                "leave the option out, or call super()._compute_loss there"
             )
+
+    def refuse_options(self, where: str, more: tuple[str, ...] = ()) -> None:
+        """Raises ValueError if there are options of the loss, or `more`, which have no effect."""
+        names = (*more, "loss", "exact_kl", "skip_untrained", "sort_by_length")
+        asked = [name for name in names if getattr(self.options, name) not in (None, False)]
+        asked += ["ExplainCallback"] if self.explainer is not None else []
+        if asked:
+            raise ValueError(f"{', '.join(asked)}: no effect {where}")
 
 
 def state_of(trainer: Any) -> State | None:

@@ -9,12 +9,13 @@ from typing import Any
 import trl
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
+from transformers import TrainerCallback
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from ...head.execution import Execution
 from ..hf_head import head_of, is_prompt_learning
-from ..patching import Patch, Replacement
+from ..patching import Patch, Replacement, is_ours
 from ..private import TESTED_VERSIONS, trl_part
 from ..transformers import attach_fused_head, has_fused_head
 from . import exact_kl
@@ -85,6 +86,9 @@ class FusedGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         return _prepare_inputs(super()._prepare_inputs, self, generation_batch)
 
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _rewards(super()._calculate_rewards, self, *args, **kwargs)
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         return _generate(super()._generate_single_turn, self, *args, **kwargs)
 
@@ -108,8 +112,9 @@ class patch_trl(Patch):
             trainer = GRPOTrainer(...)
             trainer.train()
 
-    Trainers made before the patch, or trained after it, compute as TRL's do. A subclass with a
-    `_compute_loss` of its own takes options of the loss only if it calls TRL's.
+    Trainers made before the patch compute as TRL's do, and so do those that are trained after it,
+    which is an error if an option would be lost. A subclass with a `_compute_loss` of its own takes
+    options of the loss only if it calls TRL's.
 
     Args:
         execution, options: arguments of `FusedGRPOTrainer` that TRL's trainer does not have.
@@ -124,11 +129,14 @@ class patch_trl(Patch):
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             init_of_trl(self, *args, **kwargs)
             _prepare(self, checked)
+            self.add_callback(_PatchLasts(self))
 
         def wrapped(name: str) -> Callable[..., Any]:
             own = getattr(GRPOTrainer, name)
 
             def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if isinstance(self, FusedGRPOTrainer):  # made before the patch
+                    return own(self, *args, **kwargs)
                 return _WRAPPERS[name](partial(own, self), self, *args, **kwargs)
 
             return method
@@ -138,6 +146,22 @@ class patch_trl(Patch):
             (GRPOTrainer, "__init__", init),
             *((GRPOTrainer, name, wrapped(name)) for name in _WRAPPERS),
         ])  # fmt: skip
+
+
+class _PatchLasts(TrainerCallback):
+    """Checks that the patch under which a trainer was made still stands when it trains."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        state, ended = state_of(self.trainer), not is_ours(vars(GRPOTrainer)["_compute_loss"])
+        assert state is not None
+        if ended and not isinstance(self.trainer, FusedGRPOTrainer):
+            state.refuse_options(
+                "without patch_trl, which has ended: call train() before it ends",
+                ("replay_support",),
+            )
 
 
 def _constructor_patches(options: Options) -> list[Replacement]:
@@ -239,12 +263,34 @@ def _generate(own: _Own, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     return state.replay.generate(own, trainer, *args, **kwargs)
 
 
+def _rewards(own: _Own, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keeps TRL's rewards, of all processes, until the advantages are known."""
+    rewards, state = own(*args, **kwargs), state_of(trainer)
+    if state is not None:
+        state.rewards = rewards
+    return rewards
+
+
 def _score(own: _Own, trainer: Any, inputs: Any) -> Any:
     state = state_of(trainer)
     if state is None:
         return own(inputs)
+    state.rewards = None
     batch = own(inputs) if state.replay is None else state.replay.score(own, inputs)
-    return zero_equal_groups(trainer, batch) if state.options.zero_equal_groups else batch
+    if state.rewards is None or not (state.options.zero_equal_groups and _by_trl(trainer)):
+        return batch
+    return zero_equal_groups(trainer, state.rewards, batch)
+
+
+def _by_trl(trainer: Any) -> bool:
+    """True if TRL's own method, which our wrapper calls, makes the advantages."""
+    classes = iter(type(trainer).__mro__)
+    if isinstance(trainer, FusedGRPOTrainer):
+        while next(classes) is not FusedGRPOTrainer:
+            pass
+        owners = (cls for cls in classes if "_generate_and_score_completions" in vars(cls))
+        return next(owners) is GRPOTrainer
+    return True
 
 
 def _logps(
@@ -261,8 +307,7 @@ def _logps(
 
 def _compute_loss(own: _Own, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
     state = state_of(trainer)
-    # A class of ours under the patch is wrapped twice.
-    if state is None or isinstance(model, ModelCall):
+    if state is None:
         return own(model, inputs)
     state.took_part = True
     if state.dealer is not None:
@@ -273,6 +318,7 @@ def _compute_loss(own: _Own, trainer: Any, model: Any, inputs: dict[str, Any]) -
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "training_step": _training_step,
     "_prepare_inputs": _prepare_inputs,
+    "_calculate_rewards": _rewards,
     "_generate_single_turn": _generate,
     "_generate_and_score_completions": _score,
     "_compute_loss": _compute_loss,
