@@ -1,5 +1,6 @@
 """Two processes with this library's head in TRL's trainer, against TRL's own in one process."""
 
+import copy
 import functools
 import importlib.util
 import os
@@ -99,7 +100,7 @@ def set_up(kind):
 
 def train(kind, trainer_class, model, name, output):
     """Returns the losses, the log, and the weights afterwards, in the first process at least."""
-    options, skips = dict(OPTIONS[name]), name.startswith("skipped")
+    options, skips = copy.deepcopy(OPTIONS[name]), name.startswith("skipped")
     peft_config = options.pop("peft_config", None)
     set_up(kind)
     arguments = arguments_of(
