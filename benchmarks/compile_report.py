@@ -92,6 +92,8 @@ IN_FULL = {"policy_loss_kernel": ("sm_90",)}
 IN_FULL_OTHERWISE = ("sm_90", "gfx942")
 # Triton compiles for it, and claims to from sm_80 on: a shorter look.
 WITHOUT_MIXED = ("sm_75",)
+# Steps that are rounded to half precision differ by the vendor and by the instructions of sm_90.
+ROUNDED = ("sm_80", "sm_90", "gfx942")
 
 
 @dataclass(frozen=True)
@@ -230,11 +232,17 @@ def builds(
             if launch.archs:
                 if arch in launch.archs:
                     jobs[launch, arch] = True
+            elif arch not in ROUNDED and _rounds_steps(launch):
+                continue
             elif launch in sampled or arch in full_archs:
                 more = [] if arch in WITHOUT_MIXED else mixed(launch)
                 for build in (launch, replace(launch, divisible=()), *more):
                     jobs[build, arch] = jobs.get((build, arch), False) or launch in sampled
     return jobs
+
+
+def _rounds_steps(launch: KernelLaunch) -> bool:
+    return any(name.endswith("STEPS") and value > 1 for name, value in launch.constants)
 
 
 def mixed(launch: KernelLaunch) -> list[KernelLaunch]:
