@@ -145,8 +145,9 @@ def test_no_problem_that_a_run_trained_on_is_evaluated(tiny_model, tmp_path, cap
     trainer = trainer_with(tiny_model, tmp_path, max_prompt_length=1000, **options)
     folder = trainer.train(lambda _, samples: shown.update(p["prompt"] for p in samples.problems))
     config = str(folder / "config.json")
-    with pytest.raises(SystemExit, match=r"^dataset=.*train.jsonl does not work with training"):
-        evaluate.main([config])
+    for more in ([], [f"--eval_dataset={path}"], [f"--eval_dataset={tmp_path}/./train.jsonl"]):
+        with pytest.raises(SystemExit, match=r"^dataset=.*train.jsonl: a run with these options"):
+            evaluate.main([config, *more])
     assert not (tmp_path / "t-2").exists()
     evaluate.main([config, f"--eval_dataset={folder}/held_out.jsonl"])
     assert "held-out accuracy" in capsys.readouterr().out
@@ -155,6 +156,16 @@ def test_no_problem_that_a_run_trained_on_is_evaluated(tiny_model, tmp_path, cap
     own = {row["prompt"]: row for row in logs.read(folder / "answers.jsonl")}
     for prompt, row in asked.items():
         assert (row["answer"], row["level"]) == (own[prompt]["answer"], own[prompt]["level"])
+
+
+@pytest.mark.parametrize("value", ({(0, 0): 1}, {1, 2}, float("nan"), (1, 2)))
+def test_held_out_problems_that_json_does_not_hold(value, tmp_path):
+    """A run goes on without the file, which would have other problems in it."""
+    path = tmp_path / "held_out.jsonl"
+    assert not logs.write_if_exact(path, [{"prompt": "1 + 1?", "extra": value}])
+    assert not path.exists()
+    assert logs.write_if_exact(path, rows := [{"prompt": "1 + 1?", "extra": [1, None]}])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
 
 
 PARTS = (

@@ -97,12 +97,11 @@ def plain_numbers(options: Any) -> None:
     """Makes the numbers in the fields of a dataclass Python's, those in lists and dicts too."""
     for option in fields(options):
         value = getattr(options, option.name)
-        if type(value) is list:
-            number: Any = [as_number(x) for x in value]
-        elif type(value) is dict:
+        number: Any = as_number(value)
+        if type(value) is list and any(as_number(x) is not x for x in value):
+            number = [as_number(x) for x in value]
+        elif type(value) is dict and any(as_number(x) is not x for x in value.values()):
             number = {key: as_number(x) for key, x in value.items()}
-        else:
-            number = as_number(value)
         if number is not value:
             object.__setattr__(options, option.name, number)  # it may be frozen
 

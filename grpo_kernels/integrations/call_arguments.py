@@ -101,35 +101,36 @@ class Labels(NamedTuple):
 
 
 def check_one_sequence(
-    kwargs: dict[str, Any], labels: Labels, targets: Tensor, loss_type: object, *, waits: bool
+    kwargs: dict[str, Any], labels: Labels, scored: Tensor, loss_type: object, *, waits: bool
 ) -> None:
     """Raises ValueError for rows with targets of several sequences, which a loss cannot tell apart.
 
     Args:
         kwargs: the arguments of the model's body, by which it tells them apart.
         labels: of the call.
-        targets: their ids `[B, T]`, -100 where none is scored.
+        scored: bool `[B, T]`, the tokens that the loss counts.
         loss_type: of the loss, for the message.
         waits: whether the host may read a value from the device.
     """
     message = (
         f"{{}} does not work with loss_type={loss_type!r} and these options, which need one "
-        "sequence per row: do not pack several into a row"
+        "sequence per row: do not pack several sequences into one"
     )
     for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
         if kwargs.get(name) is not None:
             raise ValueError(message.format(name))
     positions = kwargs.get("position_ids")
-    if positions is None or not targets.numel():
+    if positions is None or not scored.numel():
         return
-    # Of several kinds of positions the first are those of the text, or of time. Padding may have
-    # any, but has no targets.
+    # Of four kinds of positions the first are the text's; of three they are time's, which stand
+    # still within an image. Padding may have any, but is not scored.
+    least = 0 if positions.ndim > 2 and len(positions) == 3 else 1
     positions = positions.flatten(0, -3)[0] if positions.ndim > 2 else positions
-    restarts = pad(positions.diff(dim=-1) < 0, (1, 0)).cumsum(-1)
-    sequence = labels.predicting(restarts.expand(len(targets), -1)).to(targets.device)
-    last = torch.where(targets != -100, sequence, -1).amax(1, keepdim=True)
+    restarts = pad(positions.diff(dim=-1) < least, (1, 0)).cumsum(-1)
+    sequence = labels.predicting(restarts.expand(len(scored), -1)).to(scored.device)
+    last = torch.where(scored, sequence, -1).amax(1, keepdim=True)
     checks = ValueChecks()
-    checks.add(((targets != -100) & (sequence != last)).any(1), message.format("position_ids"))
+    checks.add((scored & (sequence != last)).any(1), message.format("position_ids"))
     if waits:
         checks.read()
     else:

@@ -104,7 +104,8 @@ class SupportRecorder(LogitsProcessor):
         """Returns arguments with which `generate` samples from the recorder's scores.
 
         They turn off the truncation and the penalties that a model's own `GenerationConfig` may
-        have. What only forbids tokens stays: `suppress_tokens`, say.
+        have. What only forbids tokens stays: `suppress_tokens`, say. Pass them as keywords: in a
+        `GenerationConfig`, None stands for the model's own value.
 
         Args:
             model: the one that samples; None leaves its `GenerationConfig` unchecked.
@@ -189,7 +190,8 @@ def refuse_processors(model: Any, name: str, **options: Any) -> Any:
     """
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     if "generation_config" not in options:
-        options = {"max_new_tokens": 1} | options  # generate warns without a length
+        # generate warns without a length, and asks for a tokenizer of stop strings.
+        options = {"max_new_tokens": 1, "stop_strings": None} | options
     config, refused = model.generate(
         ids, attention_mask=torch.ones_like(ids), custom_generate=_without_sampling, **options
     )

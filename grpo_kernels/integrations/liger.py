@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.checks import FLOATS, check_choice, check_number, check_tensor, scalar
+from ..base.checks import FLOATS, as_number, check_choice, check_number, check_tensor, scalar
 from ..fused_grpo_loss import fused_grpo_loss
 from ..head.execution import Execution
 from ..head.linear_logprobs import linear_logprobs
@@ -152,9 +152,11 @@ class FusedLinearGRPOLoss(nn.Module):
         references = (ref_per_token_logps is not None) + (ref_input is not None)
         if references != self.use_ref_model:
             raise ValueError(
-                f"use_ref_model={self.use_ref_model}: expected {int(self.use_ref_model)} of "
-                f"ref_per_token_logps and ref_input; got {references}"
-            )
+                f"use_ref_model={self.use_ref_model} needs "
+                + ("one reference: pass ref_per_token_logps, or ref_input and ref_weight"
+                   if self.use_ref_model else "no reference: leave out ref_per_token_logps and "
+                   "ref_input") + f"; got {references}"
+            )  # fmt: skip
         if ref_input is not None:
             ref_weight = check_tensor("ref_weight", ref_weight)
             reference = Reference(ref_input, self._head(ref_weight, ref_bias))
@@ -199,9 +201,10 @@ class FusedLinearGRPOLoss(nn.Module):
         self, logps: Tensor, old_logps: Tensor | None, advantages: Tensor, mask: Tensor
     ) -> Tensor:
         """The share of unmasked tokens whose own or whose sequence's ratio is clipped."""
-        low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
+        epsilon_low, epsilon_high = map(as_number, (self.epsilon_low, self.epsilon_high))
+        low, high = 1 - epsilon_low, 1 + epsilon_high
         if self.loss_type in ("cispo", "sapo", "vespo"):
-            low, high = -math.inf, self.epsilon_high if self.loss_type == "cispo" else math.inf
+            low, high = -math.inf, epsilon_high if self.loss_type == "cispo" else math.inf
         counts, log_ratio = mask != 0, torch.zeros_like(logps)
         if old_logps is not None:
             log_ratio = torch.where(counts, logps - old_logps, log_ratio)

@@ -20,7 +20,7 @@ import functools
 import inspect
 import types
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +65,8 @@ except ImportError as error:
     ) from error
 
 _DEFAULT = GRPOLossConfig()
-# The attribute of a model with a fused head, and the one of its class with the class before.
-_ATTRIBUTE, _WITHOUT = "_grpo_kernels_head", "_grpo_kernels_without_head"
+# Attributes of a model with a fused head, and of its class: the class that it was made from.
+_ATTRIBUTE, _CLASS_BEFORE = "_grpo_kernels_head", "_grpo_kernels_without_head"
 
 
 @dataclass
@@ -288,11 +288,13 @@ def attach_fused_head(
     if check and not is_sharded(head.weight):
         check_logits(model)
     if attached is not None:
-        attached.float32, attached.options, attached.execution = float32, options, execution
+        changed = replace(attached, float32=float32, options=options, execution=execution)
+        setattr(model, _ATTRIBUTE, changed)
         return
     own_forward = vars(model).pop("forward", None)
     setattr(model, _ATTRIBUTE, _Attached(keyword, float32, options, execution, own_forward))
-    model.__class__ = _with_head(model.__class__)
+    cls = type(model)  # with a head already, if another model's class has made it
+    model.__class__ = _with_head(vars(cls).get(_CLASS_BEFORE, cls))
 
 
 @functools.cache
@@ -304,7 +306,7 @@ def _with_head(cls: Any) -> Any:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         attached = vars(self).get(_ATTRIBUTE)
-        if attached is None:  # detached under a wrapper that keeps the class
+        if attached is None:  # FSDP2's class stays after detach_fused_head
             return cls.forward(self, *args, **kwargs)
         request = kwargs.pop(attached.keyword, False)
         if request is not False:
@@ -322,7 +324,7 @@ def _with_head(cls: Any) -> Any:
     forward.__doc__ = cls.forward.__doc__
     names = ("__module__", "__qualname__", "__doc__")
     members = {name: getattr(cls, name) for name in names}
-    members |= {"forward": forward, "__reduce_ex__": reduce, _WITHOUT: cls}
+    members |= {"forward": forward, "__reduce_ex__": reduce, _CLASS_BEFORE: cls}
     fused = type(cls.__name__, (cls,), members)
     return fused
 
@@ -342,8 +344,8 @@ def detach_fused_head(model: Any) -> None:
     model = base_model(model)
     if not has_fused_head(model):
         raise ValueError("model: has no fused head to detach: call attach_fused_head(model) first")
-    own_forward = vars(model).get("forward")
-    if own_forward not in (None, types.MethodType(type(model).forward, model)):
+    current = vars(model).get("forward")
+    if current not in (None, types.MethodType(type(model).forward, model)):
         raise ValueError(
             "model: its forward was wrapped after attach_fused_head: unwrap it first "
             "(accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
@@ -353,8 +355,8 @@ def detach_fused_head(model: Any) -> None:
     if attached.own_forward is not None:
         model.forward = attached.own_forward
     # FSDP2 has made a subclass of it, which stays, and does as the model's own.
-    if _WITHOUT in vars(type(model)):
-        model.__class__ = vars(type(model))[_WITHOUT]
+    if _CLASS_BEFORE in vars(type(model)):
+        model.__class__ = vars(type(model))[_CLASS_BEFORE]
 
 
 def has_fused_head(model: Any) -> bool:
@@ -389,8 +391,11 @@ def _fused_forward(
     targets, hidden = labels.targets(hidden).to(device), labels.predicting(hidden).to(device)
     execution = objective.execution or attached.execution
     if objective.advantages is not None and objective.config.needs_sequences:
-        loss_type = objective.config.loss_type
-        check_one_sequence(kwargs, labels, targets, loss_type, waits=not execution.capturable)
+        loss_type, scored = objective.config.loss_type, targets != -100
+        mask = objective.mask
+        if isinstance(mask, Tensor) and mask.shape == scored.shape:  # others are refused later
+            scored = scored & (_to(device, mask) != 0)
+        check_one_sequence(kwargs, labels, scored, loss_type, waits=not execution.capturable)
     precision: AbstractContextManager[Any] = nullcontext()
     if attached.float32:
         hidden = hidden.float()

@@ -101,16 +101,21 @@ def load_to_answer(config: TrainingConfig, most: int | None = None) -> tuple[lis
                 f"dataset: expected a split test, validation or train; got {sorted(splits)} in "
                 f"{name}"
             )
-        if split not in _HELD_OUT and not config.eval_dataset:
+        if split not in _HELD_OUT and (not config.eval_dataset or _is_same(name, config.dataset)):
             raise ValueError(
-                f"dataset={name} does not work with training.evaluate, as a run trains on its "
-                "problems: pass eval_dataset, such as held_out.jsonl of the run's folder"
+                f"dataset={name}: a run with these options trains on it: pass --eval_dataset FILE; "
+                "a run's held-out problems are in held_out.jsonl of its folder"
             )
         problems = _problems(islice(splits[split], most and most + 1), config, True)
         source = f"of split {split} of {name}" if split else f"of {name}"
     if most and len(problems) > most:
         return problems[:most], f"The first {most} problems {source}, as eval_size says"
     return problems, f"All {len(problems)} problems {source}"
+
+
+def _is_same(name: str, other: str) -> bool:
+    """True for two names of one file, folder or dataset."""
+    return name == other or (Path(name).exists() and Path(name).resolve() == Path(other).resolve())
 
 
 def final_answer(solution: str) -> str:

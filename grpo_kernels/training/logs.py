@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,17 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes a file with a row per line, whole or not at all."""
     _replace(path, "".join(json.dumps(_json_safe(row), default=_plain) + "\n" for row in rows))
+
+
+def write_if_exact(path: Path, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Writes a file as `write_rows` does if its rows can be read again as they are."""
+    try:
+        exact = json.loads(json.dumps(rows)) == rows
+    except (TypeError, ValueError):
+        return False
+    if exact:
+        write_rows(path, rows)
+    return exact
 
 
 def _replace(path: Path, text: str) -> None:

@@ -338,7 +338,9 @@ class Trainer:
         run, counts = self.run, (len(self.train_problems), len(self.held_out))
         path = run.open()
         if self.held_out and self.accelerator.is_main_process:
-            logs.write_rows(self.config.folder / "held_out.jsonl", self.held_out)
+            path_of_rows = self.config.folder / "held_out.jsonl"
+            if not logs.write_if_exact(path_of_rows, self.held_out):
+                run.print_main(f"{path_of_rows} is not written: a column holds no values of JSON")
         self.explanations.open(run.step)
         for text in introduction(self.config, self.accelerator, self.policy, *counts):
             run.print_main(text)

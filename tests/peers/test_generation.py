@@ -154,6 +154,9 @@ def test_options_that_change_scores_are_refused_by_name():
         with pytest.raises(ValueError, match=message):
             refuse_processors(model, "x", **options)
         model.generation_config.update(**{name: None})
+    model.generation_config.update(stop_strings=["x"])  # which change no score
+    SupportRecorder.generate_options(model)
+    model.generation_config.update(stop_strings=None)
     for option, mode in (("num_beams", "beam_sample"), ("prompt_lookup_num_tokens", "assisted")):
         with pytest.raises(ValueError, match=f"generation by {mode}.* does not work with x: pass"):
             refuse_processors(model, "x", **options, **{option: 2})

@@ -300,12 +300,12 @@ def test_what_an_objective_does_not_take(options, error):
         call(Objective(**{"advantages": ONES, **options}))
 
 
-def sequence_loss(model, ids, labels, **more):
+def sequence_loss(model, ids, labels, mask=None, **more):
     """A loss that needs one sequence per row, and its gradients."""
     advantages = torch.tensor([1.0, -0.5, 0.7])[: len(ids)]
     config = GRPOLossConfig(loss_type="gspo")
     old_logps = torch.full(labels[:, 1:].shape, -5.0)
-    objective = Objective(advantages, config=config, old_logps=old_logps)
+    objective = Objective(advantages, config=config, old_logps=old_logps, mask=mask)
     loss = model(ids, labels=labels, fused_head=objective, **more).loss
     return loss, gradients_of(model, loss)
 
@@ -322,8 +322,12 @@ def test_positions_of_padding_are_no_sequence(padding):
     kinds = positions, positions[None].expand(3, -1, -1), positions[None].expand(4, -1, -1)
     for of_a_kind in kinds:
         check_one_sequence(
-            {"position_ids": of_a_kind}, Labels(labels, False, 0), labels[:, 1:], "gspo", waits=True
-        )
+            {"position_ids": of_a_kind}, Labels(labels, False, 0), labels[:, 1:] != -100, "gspo",
+            waits=True,
+        )  # fmt: skip
+    # Tokens that the loss's own mask leaves out are not scored either.
+    masked = {"labels": ids, "mask": attention[:, 1:] * (labels[:, 1:] != -100)}
+    sequence_loss(model, ids, **masked, attention_mask=attention, position_ids=positions)
     loss, _ = sequence_loss(model, ids, labels, attention_mask=attention, position_ids=positions)
     rows = [ids[i, attention[i] == 1][None] for i in range(3)]
     apart = [model(row, labels=row, fused_head=True).logps for row in rows]

@@ -44,6 +44,9 @@ COPIES = {
 }
 
 
+OWN = 42.0  # the loss of a forward that the instance has
+
+
 def attached(model, **options):
     attach_fused_head(model, keyword="fused", temperature=0.7, **options)
     return model
@@ -54,7 +57,9 @@ def with_own_forward():
     model = family_model("qwen2")
 
     def forward(self, *args, **kwargs):
-        return transformers.Qwen2ForCausalLM.forward(self, *args, **kwargs)
+        out = transformers.Qwen2ForCausalLM.forward(self, *args, **kwargs)
+        out.loss = torch.tensor(OWN)
+        return out
 
     model.forward = types.MethodType(forward, model)
     return attached(model)
@@ -99,9 +104,15 @@ def test_a_copy_has_its_own_head(case, by):
         flat, kept = (x(**inputs, labels=labels, fused=True) for x in (copied, module))
     assert (flat.entropy[flat.mask] - math.log(V)).abs().max() < 1e-4
     torch.testing.assert_close(kept.logps, logps, rtol=1e-4, atol=1e-4)
-    detach_fused_head(copied)
-    assert has_fused_head(module) and not has_fused_head(copied)
-    assert not hasattr(copied(**inputs, labels=labels), "logps")
+    # A call without the keyword is that of the instance, which pickle does not restore.
+    own = [case == "own forward" and (by in ("deepcopy", "copy") or i == 0) for i in range(2)]
+    for attached_still in (True, False):
+        assert has_fused_head(module) and has_fused_head(copied) == attached_still
+        outputs = [one(**inputs, labels=labels) for one in (module, copied)]
+        assert [float(out.loss) == OWN for out in outputs] == own
+        assert not any(hasattr(out, "logps") for out in outputs)
+        if attached_still:
+            detach_fused_head(copied)
     attach_fused_head(copied, check=False)
 
 
@@ -140,3 +151,19 @@ def test_detached_after_accelerate():
     detach_fused_head(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
     assert not has_fused_head(model) and "forward" not in vars(model)
     accelerator.free_memory()
+
+
+def test_a_model_of_the_class_of_one_with_a_head():
+    """The class is the model's own again; attaching to a copy leaves the original alone."""
+    model = attached(family_model("qwen2"))
+    other = attached(type(model)(model.config))
+    restored = pickle.loads(pickle.dumps(other))
+    assert has_fused_head(restored)
+    detach_fused_head(other)
+    assert type(other) is transformers.Qwen2ForCausalLM
+    inputs, labels = batch_of()
+    before = model(**inputs, labels=labels, fused=True).logps
+    shallow = copy.copy(model)
+    attach_fused_head(shallow, keyword="fused", temperature=2.0)
+    assert torch.equal(model(**inputs, labels=labels, fused=True).logps, before)
+    assert not torch.equal(shallow(**inputs, labels=labels, fused=True).logps, before)

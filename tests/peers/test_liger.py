@@ -219,13 +219,15 @@ def test_the_tokens_of_several_ranks(num_items, monkeypatch):
     assert relative_error(ours["weight"], theirs[2]["weight"]) < 1e-5
 
 
+@pytest.mark.parametrize("loss_type", ("dapo", "cispo"))
 @pytest.mark.parametrize("real", (np.float32, np.array))
-def test_numbers_of_numpy(real):
+def test_numbers_of_numpy(real, loss_type):
     batch = make_batch(B=4, T=9)
     head = {"hidden": batch.hidden.nan_to_num(), "weight": batch.weight, "bias": None}
-    options = {"epsilon_low": 0.25, "epsilon_high": 0.5, "delta": 1.75, "temperature": 0.5}
+    options = {"epsilon_low": 0.25, "epsilon_high": 0.5, "temperature": 0.5}
+    options |= {"delta": 1.75} if loss_type == "dapo" else {}
     modules = (
-        FusedLinearGRPOLoss(beta=beta, use_ref_model=False, **numbers)
+        FusedLinearGRPOLoss(beta=beta, use_ref_model=False, loss_type=loss_type, **numbers)
         for beta, numbers in ((0.0, options), (real(0.0), {k: real(x) for k, x in options.items()}))
     )
     expected, actual = (run(module, batch, head, {}) for module in modules)
@@ -265,12 +267,12 @@ REFUSED = (
     ({"loss_type": "gspo"}, {}, "loss_type: expected one of"),
     ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, {},
      "importance_sampling_level='sequence' has no effect with loss_type='sapo'"),
-    ({}, {}, "use_ref_model=True: expected 1 of ref_per_token_logps and ref_input; got 0"),
+    ({}, {}, "use_ref_model=True needs one reference: pass ref_per_token_logps, or .*; got 0"),
     ({}, {"ref_per_token_logps": torch.zeros(2, 5), "ref_input": torch.zeros(2, 5, 8)}, "got 2"),
     ({}, {"ref_input": torch.zeros(2, 5, 8)}, "ref_weight: expected a tensor; got NoneType"),
     ({"temperature": 0.0}, {}, "temperature: expected a number > 0"),
     ({"execution": "torch"}, {}, "execution: expected an Execution; got 'torch'"),
-    (STEP, {"ref_per_token_logps": torch.zeros(2, 5)}, "use_ref_model=False: expected 0 of"),
+    (STEP, {"ref_per_token_logps": torch.zeros(2, 5)}, "use_ref_model=False needs no reference"),
     (STEP, {"_input": torch.randn(10, 8)}, "attention_mask: expected shape"),
     (STEP, {"attention_mask": None}, "attention_mask: expected a tensor; got NoneType"),
     (STEP, {"attention_mask": torch.ones(5)}, "attention_mask: expected shape"),

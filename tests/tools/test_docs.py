@@ -49,11 +49,12 @@ def test_advantages_of_one_s_own_are_right():
     page, names = Path("docs/objectives.md"), {"torch": torch}
     exec(next(code for code in CODE[page] if "over_mean" in code), names)
     for name, expected in {
-        "by_tokens": [[0.75, -0.25, 0.0], [-1.05, 0.95, -0.55]],
-        "over_mean": [[1.4, -1.0, -0.4], [-1.0, 1.4, -0.4]],
-        "lead": [[0.75, 0.0, 0.0], [0.0, 1.5, 0.0]],
+        "by_tokens": [[0.75, -0.25, 0.0], [-1.05, 0.95, -0.55], [0.0] * 3],
+        "over_mean": [[1.4, -1.0, -0.4], [-1.0, 1.4, -0.4], [0.0] * 3],
+        "lead": [[0.75, 0.0, 0.0], [0.0, 1.5, 0.0], [0.0] * 3],
     }.items():
         torch.testing.assert_close(names[name], torch.tensor(expected), msg=name)
+        assert not names[name][2].any(), name
 
 
 def anchors(text):
