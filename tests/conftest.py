@@ -130,6 +130,16 @@ def real_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def own_precision() -> Iterator[None]:
+    """Lets a test choose accelerate's precision, which the first of a process chooses for all."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
 def curves() -> Iterator[pytest.MonkeyPatch]:
     """Reports come without drawings, until the test undoes it."""
     from tests.helpers.trainer_runs import no_curves

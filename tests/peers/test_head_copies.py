@@ -26,7 +26,7 @@ from tests.peers.test_transformers import (
     gradients_of,
 )
 
-pytestmark = pytest.mark.usefixtures("real_memory")
+pytestmark = pytest.mark.usefixtures("real_memory", "own_precision")
 
 
 def saved(model):

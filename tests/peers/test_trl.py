@@ -43,7 +43,7 @@ from tests.helpers.trl_runs import (
     trained,
 )
 
-pytestmark = pytest.mark.usefixtures("real_memory")
+pytestmark = pytest.mark.usefixtures("real_memory", "own_precision")
 TOP_K = {"top_k": 12, "temperature": 0.7}
 LORA = {kind: LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS[kind]) for kind in ("body", "head")}
 

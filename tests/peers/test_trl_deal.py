@@ -16,7 +16,7 @@ from grpo_kernels.loss.losses import Clip, Vespo
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trl_runs import arguments_of, decided_model, noise, prompts, trained
 
-pytestmark = pytest.mark.usefixtures("real_memory")
+pytestmark = pytest.mark.usefixtures("real_memory", "own_precision")
 LENGTH = 16
 FOUR = {"gradient_accumulation_steps": 4}
 
