@@ -107,7 +107,7 @@ def test_files(name, tmp_path):
     assert answers_of(whole) == [*range(40)] and which.startswith("All 40 problems")
     part, which = data.load_to_answer(config_of(eval_dataset=name), 30)
     assert part == whole[:30] and which.startswith("The first 30 problems of ")
-    message = rf"^dataset={name} does not work with training.evaluate, .* pass eval_dataset, such"
+    message = rf"^dataset={name}: a run with these options trains on it: pass --eval_dataset FILE"
     with pytest.raises(ValueError, match=message):
         data.load_to_answer(config_of(dataset=name))
 
@@ -219,7 +219,7 @@ def test_splits_go_by_their_names(splits, train, held_out, answered, tmp_path):
             whole = f"{names[0]} {numbers[0]} to {numbers[-1]}"
             assert expected in (whole, f"{len(part)} of {names[0]}")
     if answered == "train":
-        with pytest.raises(ValueError, match=r"^dataset=.* does not work with training.evaluate"):
+        with pytest.raises(ValueError, match=r"^dataset=.*: a run with these options trains on it"):
             data.load_to_answer(config)
         config = config_of(eval_dataset=str(tmp_path))
     some, which = data.load_to_answer(config, 25)
@@ -248,7 +248,7 @@ def test_problems_that_are_held_out_are_not_trained_on(own_file, tmp_path, caplo
     train, held_out = load_problems(config_of(**files, train_size=0, eval_size=0))
     assert sorted(answers_of(train)) == [*range(4, 10)] and held_out == []
     if own_file:
-        with pytest.raises(ValueError, match="at least one problem to train on; got none in"):
+        with pytest.raises(ValueError, match="a run with these options trains on it"):
             load_problems(config_of(**files | {"dataset": test}))
 
 

@@ -213,9 +213,8 @@ def _weights(weights: Sequence[float] | Tensor | None, values: Tensor) -> Tensor
     if weights is None:
         return values.new_ones(R)
     try:
-        if not isinstance(weights, Tensor):
-            weights = [as_number(x) for x in weights]
-        factors = torch.as_tensor(weights, dtype=values.dtype, device=values.device)
+        numbers = weights if isinstance(weights, Tensor) else [as_number(x) for x in weights]
+        factors = torch.as_tensor(numbers, dtype=values.dtype, device=values.device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"weights: expected {R} numbers, or a tensor [{R}]; got {type(weights).__name__}"
