@@ -102,8 +102,7 @@ kernels/triton_logits.py: test_backends
     _add_block: tl.where(mask_v, shifted, float("-inf")) -> shifted + 0.0
     token_stats_kernel: logits_ptr + row * stride_logits_n
         -> tl.multiple_of(logits_ptr + row * stride_logits_n, 16)
-    _load_logits: tl.minimum(softcap * tl.where(x < 0.0, -tanh, tanh), u + 3.4028234663852886e38)
-        -> softcap * tl.where(x < 0.0, -tanh, tanh)
+    _load_logits: tl.minimum(capped, u + 3.4028234663852886e38) -> capped
     _store_logit_grads: , mask=mask_v) -> )
     logit_grads_kernel: whole, V, row_grads -> whole - 1, V, row_grads
     block_of: min(launch.num_warps, block_v // 64) -> launch.num_warps
