@@ -21,6 +21,7 @@ from trl.generation import vllm_generation
 
 from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from grpo_kernels.integrations.trl.state import state_of
 from tests.helpers.masked_trainer import MaskedGRPOTrainer, kept_sets
 from tests.helpers.trl_runs import TWICE, assert_same_run, trained
 from tests.helpers.vllm_masks import why_no_masks
@@ -82,7 +83,7 @@ def run_replayed(folder, **options):
     class Noting(FusedGRPOTrainer):
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
             completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            for words, offsets in self._support_replay.scored_rows():
+            for words, offsets in state_of(self).replay.scored_rows():
                 supports.extend(words[a:b].tolist() for a, b in pairwise(offsets))
             for rows in kept_sets(self, prompt_ids, completion_ids):
                 kept.extend(row.nonzero()[:, 0].tolist() for row in rows)
