@@ -138,6 +138,11 @@ def test_the_same_updates_without_what_has_no_gradient(case, tmp_path):
         share = options.get("share", 0.5)
         assert rows < (1 - share) * all_rows and cells < 0.8 * (1 - share) * all_cells
     assert rows <= all_rows and cells < all_cells
+    if case == "every completion counts":  # the longest come first in each optimizer step
+        size = len(calls) // 3  # calls of each of the three steps
+        steps = [[shape[1] for shape in calls[i * size : (i + 1) * size]] for i in range(3)]
+        assert all(widths == sorted(widths, reverse=True) for widths in steps), steps
+        assert all(widths[0] > widths[-1] for widths in steps)
     pad_to = options.get("pad_to_multiple_of", 1)
     assert not any(shape[1] % pad_to for shape in calls if shape[0] > 1)
 
