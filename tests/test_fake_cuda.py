@@ -53,7 +53,7 @@ def tensors_of(names, shape, entries=8):
 
 def call_of(
     kind, names="", head="", *, shape=(B, N // B), K=(), dtype=torch.bfloat16, frozen="",
-    entries=8, cfg=(), numbers=(), **execution,
+    entries=8, cfg=(), numbers=(), entropy=True, **execution,
 ):  # fmt: skip
     """A call that makes its tensors, `names` of its own and those of the `head`, and a sum.
 
@@ -77,8 +77,9 @@ def call_of(
         args = empty(*shape, H, dtype=dtype, train="hidden" not in frozen), lm_head
         tensors["execution"] = Execution(**execution)
         if kind == "linear_logprobs":
-            out = function(*args, targets, entropy=not frozen, **tensors)
-            return out.logps.sum() if frozen else out.logps.sum() + out.entropy.sum()
+            entropy_has_grad = entropy and not frozen
+            out = function(*args, targets, entropy=entropy_has_grad, **tensors)
+            return out.logps.sum() + (out.entropy.sum() if entropy_has_grad else 0.0)
         if kind == "fused_distillation_loss":
             return function(*args, **tensors).loss
         return function(*args, targets, advantages, **how, **tensors).loss
@@ -131,7 +132,11 @@ CALLS = {
     ),
     # Products of 256 rows.
     "batch-invariant": (loss("old_logps", batch_invariant=True, **HALVES), [[N]], 10, 18, 80),
-    # Two passes: the second makes the logits again, of rows that it reads the number of.
+    # Two passes: the first keeps the exponentials of rows that are one chunk. The second reads how
+    # many rows have a gradient, and makes the logits of few, or of more chunks, again.
+    "kept": (logps(entropy=False), [[], [N]], 4, 6, 55),
+    "few of the kept": (logps(entropy=False), [[], [N // 2]], 6, 8, 55),
+    "gspo": (loss("old_logps mask", cfg=GSPO), [[N], [N]], 4, 6, 175),
     "log-probs": (logps(**HALVES), [[], [N]], 20, 24, 55),
     "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 24, 430),
     "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 175),

@@ -1,9 +1,15 @@
 """`linear_logprobs` beyond pairs of options, which are in `test_pairs.py`."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from grpo_kernels import linear_logprobs, reference
+from grpo_kernels import Execution, linear_logprobs, reference
+from grpo_kernels.head.chunked_head import ChunkedHead, ChunkLogits
 from tests.helpers.batches import make_batch, relative_error
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import exact_and_actual
@@ -63,3 +69,89 @@ def test_a_frozen_head_with_more_than_a_log_prob_s_gradient(factors):
 
     (exact,), (actual,) = exact_and_actual(loss, batch.hidden.nan_to_num(), entropy=True)
     assert exact.norm() > 0 and relative_error(actual, exact) <= 2e-5
+
+
+# Between a call and its backward: forwards over the head in all, and arguments of the call.
+KEPT = {
+    "one backward": (1, {}),
+    "two backwards": (1, {}),
+    "moved to the CPU": (1, {}),
+    "checkpoint": (2, {}),
+    "another call": (3, {}),
+    "few rows": (2, {}),
+    "little memory": (2, {}),
+    "float16": (2, {}),
+    "an entropy": (2, {"entropy": True}),
+    "the same bits": (2, {"execution": Execution(batch_invariant=True)}),
+    "two chunks": (4, {"execution": Execution(chunk_bytes=4 * 1003 * 18)}),
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("case", KEPT)
+def test_one_chunk_s_exponentials_are_kept(case, dtype, monkeypatch):
+    """The backward makes no logits, unless the memory has gone or something else asks for them."""
+    # In half precision, a chunk's logits are strips.
+    dtype = {"float16": torch.float16, "two chunks": torch.float32}.get(case, dtype)
+    if dtype != torch.float32:
+        imitate(monkeypatch, dtype)
+    batch, (expected, arguments) = make_batch(B=5, T=11), KEPT[case]
+    factors = batch.old_logps * batch.mask
+    if case == "few rows":
+        factors[1:] = 0.0
+    forwards, forward, backward = [], ChunkLogits.compute, ChunkedHead.backward
+    monkeypatch.setattr(ChunkLogits, "compute", lambda *x: forwards.append(x) or forward(*x))
+
+    def out_of_memory(head, *_):
+        monkeypatch.setattr(ChunkedHead, "backward", backward)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def loss(package, *head, **how):
+        def logps(*head):
+            return package.linear_logprobs(*head, batch.targets, batch.mask, **how).logps
+
+        if package is reference:
+            return (logps(*head) * factors).sum()
+        with save_on_cpu() if case == "moved to the CPU" else nullcontext():
+            checkpointed = partial(checkpoint, logps, use_reentrant=False)
+            result = ((checkpointed if case == "checkpoint" else logps)(*head) * factors).sum()
+        if case == "two backwards":
+            result.backward(retain_graph=True)
+            for x in head:
+                x.grad = None
+        if case == "another call":
+            logps(*head)
+        if case == "little memory":
+            monkeypatch.setattr(ChunkedHead, "backward", out_of_memory)
+        return result
+
+    exact, actual = exact_and_actual(loss, batch.hidden.nan_to_num(), batch.weight, **arguments)
+    for truth, x in zip(exact, actual, strict=True):
+        assert truth.norm() > 0
+        assert relative_error(x, truth) <= (2e-5 if dtype == torch.float32 else 5e-3)
+    assert len(forwards) == expected
+
+
+def test_kept_exponentials_are_held_once():
+    """Those of several calls before their backward would be more memory than one backward takes."""
+    batch, kept = make_batch(), []
+
+    def keep(x):
+        kept.extend([x] if x.shape[1:] == batch.weight.shape[:1] and len(x) > 1 else [])
+        return x
+
+    def alive():
+        return [x.untyped_storage().size() > 0 for x in kept]
+
+    weight = batch.weight.requires_grad_()
+    call = partial(linear_logprobs, batch.hidden, weight, batch.targets, batch.mask)
+    with saved_tensors_hooks(keep, lambda x: x):
+        losses = [call().logps.sum() for _ in range(2)]
+    assert alive() == [False, True]
+    sum(losses).backward()
+    with torch.no_grad():
+        call()
+    first, weight.grad = weight.grad, None
+    call().logps.sum().backward()
+    assert relative_error(first, 2 * weight.grad) <= 1e-6 and weight.grad.norm() > 0
+    kept.clear()

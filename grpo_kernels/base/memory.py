@@ -1,10 +1,14 @@
-"""Memory that runs out, on any device."""
+"""Memory that runs out, on any device, and memory that a call lends to the next one."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 # What says so that is no OutOfMemoryError: torch on a CPU (Windows' too), oneDNN within it, CUDA's
 # own calls (Triton's as well), cuBLAS, and Metal.
@@ -20,3 +24,31 @@ def ran_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+
+
+# By device: the tensor that was lent last. Calls have nothing else in common.
+_LENT: dict[torch.device, TensorWeakRef] = {}
+
+
+def lend(x: Tensor) -> None:
+    """Lends the memory of `x` to the next call on its device, which takes it by `take_back`."""
+    _LENT[x.device] = TensorWeakRef(x)
+
+
+def take_back(device: torch.device) -> None:
+    """Frees the memory that was lent last on a device, if it is still there."""
+    lent = _LENT.pop(device, None)
+    x = None if lent is None else lent()
+    if x is not None:
+        x.untyped_storage().resize_(0)
+
+
+@contextmanager
+def borrowed(x: Tensor) -> Iterator[bool]:
+    """True if `x` still has its memory, which no other thread takes within the block."""
+    lent = _LENT.pop(x.device, None)
+    try:
+        yield x.untyped_storage().size() > 0
+    finally:
+        if lent is not None:
+            _LENT.setdefault(x.device, lent)

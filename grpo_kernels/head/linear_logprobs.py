@@ -7,6 +7,12 @@ computes the logits again for the rows that have one:
     forward    Z = h W^T;  lse, l, E = token_stats(Z)
     backward   Z = h W^T;  dZ = logit_grads_(Z);  dh = dZ W;  dW += dZ^T h
 
+Rows that are one chunk need three: the forward keeps their exponentials, of which a factor per row
+makes the gradient (`chunked_head.py`), unless another call on the device takes their memory first.
+
+    forward    Z = h W^T;  l, S, X = token_stats(Z)
+    backward   dh = r o (X W);  dW = X^T (r o h),  r = -g / (T S) for each row
+
 Where the head is frozen, only dh is needed, and a row of it is a number times the gradient of its
 log-prob: two GEMMs.
 
@@ -19,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +40,7 @@ from ..base.autograd import (
 )
 from ..base.checks import check_bool, check_tensor
 from ..base.layout import selected
+from ..base.memory import borrowed, lend, ran_out_of_memory
 from ..base.outputs import LogprobOutput
 from ..kernels import StatGrads, TokenStats
 from .call import HeadCall, head_call
@@ -107,7 +114,7 @@ def linear_logprobs(
     call = head_call(hidden, local_head(head), first, mask, None, execution, sampled=sampled)
     if several is not None and several.shape[-1] > 1:
         call = with_targets(call, several, support)
-    mode = GradMode.of(call, one_pass=False)
+    mode = GradMode.of(call, one_pass=False, shows_entropy=entropy)
     plan = plan_head(call, support, mode, entropy=entropy, logsumexp=True, entries=entries)
     logps, flat_entropy, lse, _ = compute_logprobs(call, plan, entries=entries)
     if targets is not None:
@@ -173,8 +180,10 @@ class _TwoPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:
         *tensors, plan = args
-        per_token, stored_grads = _first_pass(tensors, plan)
-        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *stored_grads)
+        per_token, stored = _first_pass(tensors, plan)
+        if plan.grad_mode == GradMode.KEPT_EXPS:
+            lend(cast(Tensor, stored[0]))
+        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *stored)
         ctx.plan, ctx.count = plan, len(tensors)
         ctx.set_materialize_grads(False)
         logps, logsumexp, entropy, *_ = per_token
@@ -195,10 +204,11 @@ class _TwoPasses(torch.autograd.Function):
 def _first_pass(
     tensors: Sequence[Tensor], plan: HeadPlan
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Computes the statistics of all rows `[N]`, and gradients for the second pass to keep.
+    """Computes the statistics of all rows `[N]`, and what else the second pass gets.
 
-    Statistics are in the order of `plan.stats`, 0 for masked rows. Gradients are of the sum of the
-    log-probs, one per tensor of the terms that needs one; none in most plans.
+    Statistics are in the order of `plan.stats`, 0 for masked rows. The rest: exponentials `[C, V]`
+    of all rows and their sums `[C]` (`GradMode.KEPT_EXPS`); gradients of the sum of the log-probs,
+    one per tensor of the terms that needs one; or nothing.
     """
     N, K, like = len(tensors[0]), plan.spec.targets_per_token, tensors[0]
     # Not views of one tensor: the caller may change them in place.
@@ -206,7 +216,8 @@ def _first_pass(
         like.new_zeros(shape, dtype=torch.float32)
         for shape in ((N, K) if K > 1 else (N,), *[(N,)] * (plan.stats.size() - 1))
     ]
-    grads = None if plan.grad_mode == GradMode.RECOMPUTE else plan.gradients(tensors)
+    stores_grads = plan.grad_mode in (GradMode.FROM_EXPS, GradMode.FROM_LOGITS)
+    grads = plan.gradients(tensors) if stores_grads else None
     with torch.autocast(like.device.type, enabled=False):
         head = plan.chunked_head(tensors)
         for chunk in plan.rows.chunks():
@@ -216,6 +227,8 @@ def _first_pass(
                     x[chunk.index] = values
             if grads is not None:
                 head.backward(chunk, grads, StatGrads(torch.ones_like(stats.logps)))
+    if plan.grad_mode == GradMode.KEPT_EXPS:
+        return per_token, [head.readout.exps, head.readout.stats.total]
     return per_token, [] if grads is None else grads.finalize()
 
 
@@ -232,7 +245,7 @@ def _second_pass(
     """
     size = plan.stats.size()
     stats = plan.stats.of(forward_values[:size], entropy=plan.entropy)
-    stored_grads = forward_values[size:]
+    stored = forward_values[size:]
     only_logps = all(x is None for x in d_stats[1:])
     d_logps = torch.zeros_like(stats.logps) if d_stats.logps is None else d_stats.logps
     d_stats = d_stats._replace(logps=d_logps).each(lambda x: x.float().contiguous())
@@ -241,15 +254,21 @@ def _second_pass(
     if plan.tokens is not None:
         # Masked rows came back as the constant 0, whatever gradient their value is given.
         needed &= plan.tokens
-    if stored_grads and only_logps:
+    keeps_exps = plan.grad_mode == GradMode.KEPT_EXPS
+    if stored and only_logps and not keeps_exps:
         assert d_stats.logps is not None
-        return [_scaled_rows(u, d_stats.logps, needed) for u in stored_grads]
+        return [_scaled_rows(u, d_stats.logps, needed) for u in stored]
     dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
     scale = float16_scale(dtypes, partial(_largest, d_stats, needed))
     d_stats = d_stats.each(partial(scaled, scale=scale))
-    run = partial(_gradients, tensors, stats, d_stats, needs_grad)
+    second = plan.second(needed, tensors[1])
     with torch.autocast(needed.device.type, enabled=False):
-        gradients = plan.second(needed, tensors[1]).run(run)
+        gradients = None
+        # Two GEMMs of all rows, or three of those with a gradient.
+        if keeps_exps and only_logps and 2 * plan.rows.num_rows <= 3 * second.rows.num_rows:
+            gradients = _from_kept(tensors, stored, stats, d_stats, needs_grad, plan)
+        if gradients is None:
+            gradients = second.run(partial(_gradients, tensors, stats, d_stats, needs_grad))
     unscale = None if scale is None else 1 / scale
     return [
         scaled_gradient(gradient, unscale, dtype, fresh=True)
@@ -270,6 +289,37 @@ def _gradients(
     for chunk in plan.rows.chunks():
         head.restore(chunk, stats.at(chunk.index))
         head.backward(chunk, grads, d_stats.each(itemgetter(chunk.index)))
+    return grads.finalize()
+
+
+def _from_kept(
+    tensors: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    stats: TokenStats | PairStats,
+    d_stats: StatGrads,
+    needs_grad: Sequence[bool],
+    plan: HeadPlan,
+) -> list[Tensor | None] | None:
+    """Makes what `_gradients` does from the exponentials of the plan's one chunk, and their sums.
+
+    None if another call has taken their memory, or if there is too little beside them.
+    """
+    exps, total = kept
+    stats = cast(TokenStats, stats)
+    (chunk,) = plan.rows.chunks()
+    every_row = plan.rows.num_rows == len(tensors[0])
+    grads = Gradients(tensors, needs_grad, every_row=every_row, rounded=plan.spec.dtype)
+    head = plan.chunked_head(tensors)
+    with borrowed(exps) as are_there:
+        if not are_there:
+            return None
+        head.restore(chunk, stats.at(chunk.index)._replace(total=total), exps)
+        try:
+            head.backward(chunk, grads, d_stats.each(itemgetter(chunk.index)))
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            return None
     return grads.finalize()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..base.checks import ValueChecks
 from ..base.layout import check_target_ids
-from ..base.memory import ran_out_of_memory
+from ..base.memory import ran_out_of_memory, take_back
 from ..kernels import TokenStats
 from .budget import RowBytes
 from .call import HeadCall, HeadSpec, named_reference, reference_call
@@ -42,30 +42,37 @@ class GradMode(IntEnum):
     RECOMPUTE = 0  # logits that a second pass makes again; or there is none
     FROM_EXPS = 1  # exponentials that the forward stores: a factor per row
     FROM_LOGITS = 2  # the forward's logits, by a second sweep over them
+    KEPT_EXPS = 3  # exponentials of all rows, one chunk, which the first of two passes keeps
 
     @staticmethod
-    def of(call: HeadCall, *, one_pass: bool, other_grads: bool = False) -> GradMode:
+    def of(
+        call: HeadCall, *, one_pass: bool, other_grads: bool = False, shows_entropy: bool = False
+    ) -> GradMode:
         """Chooses the mode of a call.
 
         With a frozen head, the first of two passes stores d logp / d hidden; the second multiplies
-        it by the loss's gradient.
+        it by the loss's gradient. With a trained head, it keeps the exponentials of rows that are
+        one chunk (`plan_head`).
 
         Args:
             call: of the policy.
             one_pass: whether the loss is known in the forward.
             other_grads: whether the loss has a gradient by other statistics than the log-probs.
+            shows_entropy: whether a loss of the caller's may have one by the entropy.
         """
-        needs_grad = call.needs_grad()
-        in_forward = any(needs_grad)
-        if not one_pass:
-            several, frozen = call.spec.targets_per_token > 1, not any(needs_grad[1::2])
-            in_forward = in_forward and frozen and not several and not other_grads
-        if not in_forward:
-            return GradMode.RECOMPUTE
+        spec, needs_grad = call.spec, call.needs_grad()
         # A factor per row may be too large or too small for float16.
-        if other_grads or call.spec.dtype == torch.float16:
-            return GradMode.FROM_LOGITS
-        return GradMode.FROM_EXPS
+        has_factors = not other_grads and spec.dtype != torch.float16
+        if not any(needs_grad):
+            return GradMode.RECOMPUTE
+        if not one_pass and (other_grads or spec.targets_per_token > 1):
+            return GradMode.RECOMPUTE
+        if one_pass or not any(needs_grad[1::2]):
+            return GradMode.FROM_EXPS if has_factors else GradMode.FROM_LOGITS
+        # If batch-invariant, bits would depend on whether the rows are one chunk; of ranks each
+        # would have to find the same memory.
+        may_keep = has_factors and not spec.execution.batch_invariant and call.head.ranks is None
+        return GradMode.KEPT_EXPS if may_keep and not shows_entropy else GradMode.RECOMPUTE
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,8 @@ class HeadPlan:
 
     def chunked_head(self, tensors: Sequence[Tensor]) -> ChunkedHead:
         """The head over the rows of the plan; `tensors` are those of the call."""
-        keep_exps, count = self.grad_mode == GradMode.FROM_EXPS, 2 * self.spec.num_terms
+        keep_exps = self.grad_mode in (GradMode.FROM_EXPS, GradMode.KEPT_EXPS)
+        count = 2 * self.spec.num_terms
         readout = self._readout(tensors[count:])
         return ChunkedHead(tensors[:count], self.spec, self.rows, readout, keep_exps=keep_exps)
 
@@ -135,14 +143,17 @@ class HeadPlan:
         """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""
         spec = replace(self.spec, checks=ValueChecks())
         # Logits are made again a strip at a time.
-        row_bytes = _row_bytes(spec, weight, has_grads=True, strips=True)
-        return replace(self, rows=self.ranks.plan(spec, weight, needed, None, row_bytes))
+        row_bytes = _row_bytes(spec, weight, GradMode.FROM_EXPS)
+        rows = self.ranks.plan(spec, weight, needed, None, row_bytes)
+        return replace(self, rows=rows, grad_mode=GradMode.RECOMPUTE)
 
     def run(self, work: Callable[[HeadPlan], _T]) -> _T:
         """Calls `work` with this plan; when memory runs out, with half as many rows at a time.
 
-        It is not called again if the caller set `chunk_bytes`, nor with ranks.
+        It is not called again if the caller set `chunk_bytes`, nor with ranks. Takes the memory
+        back that an earlier call has kept for its backward.
         """
+        take_back(self.spec.layout.device)
         execution = self.spec.execution
         fixed = execution.chunk_bytes is not None or not self.ranks.alone
         least = INVARIANT_ROWS if execution.batch_invariant else _LEAST_ROWS
@@ -158,7 +169,10 @@ class HeadPlan:
             # outside of torch's cache.
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            plan = replace(plan, rows=plan.rows.halved(least))
+            # Fewer than all rows at a time keep nothing.
+            mode = plan.grad_mode
+            mode = GradMode.RECOMPUTE if mode == GradMode.KEPT_EXPS else mode
+            plan = replace(plan, rows=plan.rows.halved(least), grad_mode=mode)
         if plan is not self:
             rows = plan.rows
             warnings.warn(
@@ -282,9 +296,11 @@ def plan_head(
         without_set = ~sets.tokens
         spec = replace(spec, mask=without_set if spec.mask is None else spec.mask & without_set)
     spec = with_local_targets(spec, ranks)
-    has_grads, strips = grad_mode != GradMode.RECOMPUTE, grad_mode == GradMode.FROM_EXPS
-    row_bytes = _row_bytes(spec, weight, has_grads=has_grads, strips=strips)
+    row_bytes = _row_bytes(spec, weight, grad_mode)
     rows = ranks.plan(spec, weight, spec.mask, with_grad, row_bytes)
+    if grad_mode == GradMode.KEPT_EXPS and not 0 < rows.num_rows <= rows.max_chunk_rows:
+        grad_mode = GradMode.RECOMPUTE
+        rows = rows.resized(weight, _row_bytes(spec, weight, grad_mode), spec.execution.chunk_bytes)
     needs_grad = call.needs_grad()
     return HeadPlan(spec, rows, ranks, tokens, sets, needs_grad, entropy, grad_mode)
 
@@ -315,9 +331,10 @@ def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
     )
 
 
-def _row_bytes(spec: HeadSpec, weight: Tensor, *, has_grads: bool, strips: bool) -> RowBytes:
+def _row_bytes(spec: HeadSpec, weight: Tensor, grad_mode: GradMode) -> RowBytes:
     """The bytes of a row; float32 gradients lie on the memory of the logits."""
     models = 1 if spec.reference is None else 2
-    if not has_grads or spec.dtype == torch.float32:
+    if grad_mode == GradMode.RECOMPUTE or spec.dtype == torch.float32:
         return RowBytes(len(weight), models=models)
+    strips = grad_mode != GradMode.FROM_LOGITS
     return RowBytes(len(weight), spec.dtype.itemsize, strips=strips, models=models)

@@ -85,6 +85,13 @@ class RowPlan:
         logit_bytes, grad_bytes = self.row_bytes
         return self.logit_rows * logit_bytes + self.gradient_rows * grad_bytes
 
+    def resized(self, weight: Tensor, row_bytes: RowBytes, chunk_bytes: int | None) -> RowPlan:
+        """The same rows in chunks of another size."""
+        chunk_rows, logit_rows = buffer_rows(weight, row_bytes, chunk_bytes)
+        return replace(
+            self, max_chunk_rows=chunk_rows, max_logit_rows=logit_rows, row_bytes=row_bytes.parts
+        )
+
     def halved(self, least: int = 1) -> RowPlan:
         """Half as many rows at a time, but not fewer than `least`."""
         most, logit_rows = (

@@ -60,6 +60,9 @@ class OnCUDA(Tensor):
         """On "meta" the offset: CUDA's allocator aligns where memory begins."""
         return self.held.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
