@@ -134,9 +134,9 @@ CALLS = {
     "batch-invariant": (loss("old_logps", batch_invariant=True, **HALVES), [[N]], 10, 18, 80),
     # Two passes: the first keeps the exponentials of rows that are one chunk. The second reads how
     # many rows have a gradient, and makes the logits of few, or of more chunks, again.
-    "kept": (logps(entropy=False), [[], [N]], 4, 6, 55),
-    "few of the kept": (logps(entropy=False), [[], [N // 2]], 6, 8, 55),
-    "gspo": (loss("old_logps mask", cfg=GSPO), [[N], [N]], 4, 6, 175),
+    "kept": (logps(entropy=False), [[], [N, 0]], 4, 6, 55),
+    "few of the kept": (logps(entropy=False), [[], [N // 2, 0]], 6, 8, 55),
+    "gspo": (loss("old_logps mask", cfg=GSPO), [[N], [N, 0]], 4, 6, 175),
     "log-probs": (logps(**HALVES), [[], [N]], 20, 24, 55),
     "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 24, 430),
     "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 175),

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import Execution, linear_logprobs, reference
 from grpo_kernels.head.chunked_head import ChunkedHead, ChunkLogits
-from tests.helpers.batches import make_batch, relative_error
+from tests.helpers.batches import NAN, make_batch, relative_error
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import exact_and_actual
 
@@ -79,6 +79,7 @@ KEPT = {
     "checkpoint": (2, {}),
     "another call": (3, {}),
     "few rows": (2, {}),
+    "a spoilt row": (2, {}),
     "little memory": (2, {}),
     "float16": (2, {}),
     "an entropy": (2, {"entropy": True}),
@@ -97,8 +98,12 @@ def test_one_chunk_s_exponentials_are_kept(case, dtype, monkeypatch):
         imitate(monkeypatch, dtype)
     batch, (expected, arguments) = make_batch(B=5, T=11), KEPT[case]
     factors = batch.old_logps * batch.mask
+    hidden = batch.hidden.nan_to_num()
     if case == "few rows":
         factors[1:] = 0.0
+    if case == "a spoilt row":
+        assert factors[0, 1] != 0
+        factors[0, 1], hidden[0, 1] = 0.0, NAN
     forwards, forward, backward = [], ChunkLogits.compute, ChunkedHead.backward
     monkeypatch.setattr(ChunkLogits, "compute", lambda *x: forwards.append(x) or forward(*x))
 
@@ -107,14 +112,16 @@ def test_one_chunk_s_exponentials_are_kept(case, dtype, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     def loss(package, *head, **how):
+        scored = batch.mask & (factors != 0) if package is reference else batch.mask
+
         def logps(*head):
-            return package.linear_logprobs(*head, batch.targets, batch.mask, **how).logps
+            return package.linear_logprobs(*head, batch.targets, scored, **how).logps
 
         if package is reference:
             return (logps(*head) * factors).sum()
         with save_on_cpu() if case == "moved to the CPU" else nullcontext():
             checkpointed = partial(checkpoint, logps, use_reentrant=False)
-            result = ((checkpointed if case == "checkpoint" else logps)(*head) * factors).sum()
+            result = ((checkpointed if case == "checkpoint" else logps)(*head) * factors).nansum()
         if case == "two backwards":
             result.backward(retain_graph=True)
             for x in head:
@@ -125,7 +132,7 @@ def test_one_chunk_s_exponentials_are_kept(case, dtype, monkeypatch):
             monkeypatch.setattr(ChunkedHead, "backward", out_of_memory)
         return result
 
-    exact, actual = exact_and_actual(loss, batch.hidden.nan_to_num(), batch.weight, **arguments)
+    exact, actual = exact_and_actual(loss, hidden, batch.weight, **arguments)
     for truth, x in zip(exact, actual, strict=True):
         assert truth.norm() > 0
         assert relative_error(x, truth) <= (2e-5 if dtype == torch.float32 else 5e-3)
@@ -133,7 +140,7 @@ def test_one_chunk_s_exponentials_are_kept(case, dtype, monkeypatch):
 
 
 def test_kept_exponentials_are_held_once():
-    """Those of several calls before their backward would be more memory than one backward takes."""
+    """Several calls before their backwards would hold more memory than one backward takes."""
     batch, kept = make_batch(), []
 
     def keep(x):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +19,7 @@ from ..base.checks import (
     name_of,
     saveable,
 )
-from ..base.layout import Layout, check_targets
+from ..base.layout import Layout, check_target_ids, check_targets
 from ..kernels import Backend, LogitTransform, select_backend
 from ..kernels.divergences import Divergence
 from .budget import gpu
@@ -180,6 +180,40 @@ def head_call(
         execution=execution,
     )
     return HeadCall(head, [x for term in terms for x in term], spec)
+
+
+def check_ids(
+    call: HeadCall,
+    reference: HeadCall | None,
+    columns: int,
+    local_ids: Tensor,
+    add_up: Callable[[Tensor], Tensor],
+) -> None:
+    """Adds checks that targets are ids, and that sampled ones are not banned: they have no loss.
+
+    Args:
+        call: of the policy.
+        reference: another model's, on the same tokens.
+        columns: of the vocabulary, on all ranks.
+        local_ids: the targets' columns on this rank; others are no columns of it.
+        add_up: sums a count over the ranks.
+    """
+    spec = call.spec
+    if spec.targets is None:
+        return
+    check_target_ids(spec.targets, spec.mask, columns, spec.checks)
+    for prefix, head in (("", call), ("reference.head.", reference)):
+        bias = None if head is None or not spec.sampled else head.bias
+        if bias is None:
+            continue
+        place = local_ids.clamp(0, len(bias) - 1)
+        banned = (bias[place] == -torch.inf) & (place == local_ids)
+        banned = banned if spec.mask is None else banned & spec.mask
+        spec.checks.add(
+            add_up(banned.sum()),
+            f"{prefix}bias: expected more than -inf at every unmasked target; got -inf: mask these "
+            "tokens, or change the bias",
+        )
 
 
 def _checked_head(hidden: object, head: Tensor | LMHead) -> LMHead:

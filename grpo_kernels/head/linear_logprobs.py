@@ -38,7 +38,7 @@ from ..base.autograd import (
     scaled,
     scaled_gradient,
 )
-from ..base.checks import check_bool, check_tensor
+from ..base.checks import ValueChecks, check_bool, check_tensor
 from ..base.layout import selected
 from ..base.memory import borrowed, lend, ran_out_of_memory
 from ..base.outputs import LogprobOutput
@@ -254,18 +254,22 @@ def _second_pass(
     if plan.tokens is not None:
         # Masked rows came back as the constant 0, whatever gradient their value is given.
         needed &= plan.tokens
-    keeps_exps = plan.grad_mode == GradMode.KEPT_EXPS
-    if stored and only_logps and not keeps_exps:
+    has_exps = plan.grad_mode == GradMode.KEPT_EXPS
+    if stored and only_logps and not has_exps:
         assert d_stats.logps is not None
         return [_scaled_rows(u, d_stats.logps, needed) for u in stored]
     dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
     scale = float16_scale(dtypes, partial(_largest, d_stats, needed))
     d_stats = d_stats.each(partial(scaled, scale=scale))
-    second = plan.second(needed, tensors[1])
+    checks, spoilt, gradients = ValueChecks(), None, None
+    if has_exps and only_logps:
+        # Rows without a gradient whose NaN would reach the weight's.
+        spoilt = checks.ask((~(needed | stats.logsumexp.isfinite())).sum())
+    second = plan.second(needed, tensors[1], checks)
+    # Two GEMMs of all rows, or three of those with a gradient.
+    is_less = 2 * plan.rows.num_rows <= 3 * second.rows.num_rows
     with torch.autocast(needed.device.type, enabled=False):
-        gradients = None
-        # Two GEMMs of all rows, or three of those with a gradient.
-        if keeps_exps and only_logps and 2 * plan.rows.num_rows <= 3 * second.rows.num_rows:
+        if spoilt is not None and is_less and spoilt.numbers == [0]:
             gradients = _from_kept(tensors, stored, stats, d_stats, needs_grad, plan)
         if gradients is None:
             gradients = second.run(partial(_gradients, tensors, stats, d_stats, needs_grad))

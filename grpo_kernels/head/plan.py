@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from ..base.checks import ValueChecks
-from ..base.layout import check_target_ids
 from ..base.memory import ran_out_of_memory, take_back
 from ..kernels import TokenStats
 from .budget import RowBytes
-from .call import HeadCall, HeadSpec, named_reference, reference_call
+from .call import HeadCall, HeadSpec, check_ids, named_reference, reference_call
 from .chunked_head import ChunkedHead, SingleRank, TargetReadout
 from .lm_head import LMHead, Reference
 from .products import INVARIANT_ROWS, Gradients
@@ -139,9 +138,9 @@ class HeadPlan:
 
         return PairStats
 
-    def second(self, needed: Tensor, weight: Tensor) -> HeadPlan:
-        """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""
-        spec = replace(self.spec, checks=ValueChecks())
+    def second(self, needed: Tensor, weight: Tensor, checks: ValueChecks) -> HeadPlan:
+        """The plan of a second pass over the rows `needed`, bool `[N]`; reads `checks`."""
+        spec = replace(self.spec, checks=checks)
         # Logits are made again a strip at a time.
         row_bytes = _row_bytes(spec, weight, GradMode.FROM_EXPS)
         rows = self.ranks.plan(spec, weight, needed, None, row_bytes)
@@ -224,7 +223,7 @@ def call_of_reference(call: HeadCall, reference: object, support: object = None)
 
 def reference_logps(reference: HeadCall, plan: HeadPlan) -> Tensor:
     """The reference's log-probs of the targets, `[N]`, over the rows of the policy's plan."""
-    spec, rows = with_local_targets(reference.spec, plan.ranks), plan.rows
+    spec, rows = replace(reference.spec, targets=plan.spec.targets), plan.rows
     logps = reference.tensors[0].new_zeros(spec.layout.num_tokens, dtype=torch.float32)
     readout = TargetReadout(spec, plan.ranks, entropy=False)
     with torch.no_grad(), torch.autocast(logps.device.type, enabled=False):
@@ -283,52 +282,30 @@ def plan_head(
             "gradient mode": grad_mode,
         }
         ranks = ranks_of(call, agreed)
-    if spec.targets is not None:
-        check_target_ids(spec.targets, spec.mask, ranks.columns, spec.checks)
-    if spec.sampled:
-        _check_bans("", call, ranks)
-        if reference is not None:
-            _check_bans("reference.head.", reference, ranks)
+    local_ids = _local_ids(spec, ranks)
+    check_ids(call, reference, ranks.columns, local_ids, ranks.sum)
     if support is not None:
         from .support import KeptSets
 
         sets = KeptSets(spec, support, ranks, every=entries, logsumexp=logsumexp)
         without_set = ~sets.tokens
         spec = replace(spec, mask=without_set if spec.mask is None else spec.mask & without_set)
-    spec = with_local_targets(spec, ranks)
+    spec = replace(spec, targets=local_ids)
     row_bytes = _row_bytes(spec, weight, grad_mode)
     rows = ranks.plan(spec, weight, spec.mask, with_grad, row_bytes)
-    if grad_mode == GradMode.KEPT_EXPS and not 0 < rows.num_rows <= rows.max_chunk_rows:
+    if grad_mode == GradMode.KEPT_EXPS and not rows.is_one_chunk_with_grad:
         grad_mode = GradMode.RECOMPUTE
         rows = rows.resized(weight, _row_bytes(spec, weight, grad_mode), spec.execution.chunk_bytes)
     needs_grad = call.needs_grad()
     return HeadPlan(spec, rows, ranks, tokens, sets, needs_grad, entropy, grad_mode)
 
 
-def with_local_targets(spec: HeadSpec, ranks: SingleRank) -> HeadSpec:
-    """The spec with the columns of the targets on this rank; -1 where there is none."""
+def _local_ids(spec: HeadSpec, ranks: SingleRank) -> Tensor:
+    """The columns of the targets on this rank; -1 where there is none."""
     if spec.targets is not None:
-        return replace(spec, targets=ranks.local_ids(spec.targets))
+        return ranks.local_ids(spec.targets)
     N, device = spec.layout.num_tokens, spec.layout.device
-    return replace(spec, targets=torch.full((N,), -1, dtype=torch.int64, device=device))
-
-
-def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
-    """Adds the check that no target is banned: a log-prob of -inf has no loss."""
-    bias, spec = call.bias, call.spec
-    if bias is None or spec.targets is None:
-        return
-    local_ids = ranks.local_ids(spec.targets)
-    columns = local_ids.clamp(0, len(bias) - 1)
-    banned = bias[columns] == -torch.inf
-    banned = banned if spec.mask is None else banned & spec.mask
-    if not ranks.alone:
-        banned = ranks.sum((banned & (local_ids == columns)).sum())
-    spec.checks.add(
-        banned,
-        f"{prefix}bias: expected more than -inf at every unmasked target; got -inf: mask these "
-        "tokens, or change the bias",
-    )
+    return torch.full((N,), -1, dtype=torch.int64, device=device)
 
 
 def _row_bytes(spec: HeadSpec, weight: Tensor, grad_mode: GradMode) -> RowBytes:

@@ -70,6 +70,11 @@ class RowPlan:
         return max(sizes, default=0)
 
     @property
+    def is_one_chunk_with_grad(self) -> bool:
+        """True if all rows have a gradient and are one chunk."""
+        return 0 < self.num_rows == self.num_grad_rows <= self.max_chunk_rows
+
+    @property
     def logit_rows(self) -> int:
         """The rows of the buffer of logits."""
         return min(self.max_logit_rows, self.num_tokens)
