@@ -10,7 +10,7 @@ from grpo_kernels.base.sequences import Sequences
 from grpo_kernels.kernels import PolicyLossResult
 from grpo_kernels.loss.config import KL_ESTIMATORS
 from grpo_kernels.loss.grpo_loss import policy_loss_and_grads
-from grpo_kernels.loss.tokens import LossInputs
+from grpo_kernels.loss.tokens import Tokens
 from tests.helpers.batches import config, make_batch
 from tests.helpers.head_options import BACKENDS, exact_and_actual
 
@@ -39,9 +39,9 @@ def test_which_objectives_take_the_kernel(options, taken):
 
     x, ones = torch.zeros(3), torch.ones(3)
     sequences = Sequences(1, torch.zeros(3, dtype=torch.long))
-    inputs = LossInputs(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
+    tokens = Tokens(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
     for backend in (SimpleNamespace(policy_loss=kernel), SimpleNamespace(policy_loss=None)):
-        policy_loss_and_grads(config(**options), inputs, x, ones, backend, grad=True)
+        policy_loss_and_grads(config(**options), tokens, x, ones, backend, grad=True)
         assert len(calls) == taken
 
 

@@ -21,8 +21,14 @@ from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy
 from .inputs import check_entropy_given, loss_inputs
 from .metrics import loss_metrics
-from .objective import exact_kl, policy_objective, surrogate_scale, token_local, tokens_of
-from .tokens import LossInputs
+from .objective import (
+    exact_kl,
+    policy_objective,
+    surrogate_scale,
+    token_local,
+    tokens_of,
+)
+from .tokens import Tokens
 
 _KERNEL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -87,7 +93,7 @@ def grpo_loss(
     kernels = select_backend(backend, logps.device)
     checks = ValueChecks()
     layout = Layout.of("logps", logps, cu_seqlens, checks)
-    inputs = loss_inputs(
+    tokens = loss_inputs(
         config,
         layout,
         checks,
@@ -102,7 +108,7 @@ def grpo_loss(
     flat_logps = flatten(logps)
     banned = flat_logps.detach() == -torch.inf
     checks.add(
-        banned if inputs.mask is None else banned & inputs.mask,
+        banned if tokens.unmasked is None else banned & tokens.unmasked,
         "logps: expected more than -inf at unmasked positions; got tokens with probability 0: "
         "mask them",
     )
@@ -114,14 +120,14 @@ def grpo_loss(
             "entropy", entropy, shape=layout.shape, dtypes=HEAD_DTYPES, device=layout.device
         )
         flat_entropy = flatten(entropy)
-    loss, metrics = flat_loss(config, inputs, flat_logps, flat_entropy, kernels)
+    loss, metrics = flat_loss(config, tokens, flat_logps, flat_entropy, kernels)
     detached = None if entropy is None else entropy.detach().float()
     return GRPOLossOutput(loss, metrics, logps.detach().float(), detached)
 
 
 def flat_loss(
     config: GRPOLossConfig,
-    inputs: LossInputs,
+    tokens: Tokens,
     logps: Tensor,
     entropy: Tensor | None,
     backend: Backend,
@@ -129,16 +135,16 @@ def flat_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The differentiable loss of flat `logps [N]` and `entropy [N]`, and its metrics.
 
-    `kl [N]`: the exact one, where there is a reference.
+    `tokens`: the constants. `kl [N]`: the exact one, where there is a reference.
     """
     if kl is not None:
-        inputs = replace(inputs, kl=kl.detach())
+        tokens = replace(tokens, kl=kl.detach())
     loss, d_logps, d_entropy = _PolicyLoss.apply(
-        logps, entropy, kl, config, inputs, backend, torch.is_grad_enabled()
+        logps, entropy, kl, config, tokens, backend, torch.is_grad_enabled()
     )
     detached = None if entropy is None else entropy.detach().float()
-    metrics = loss_metrics(config, inputs, logps.detach().float(), detached, d_logps, d_entropy)
-    return loss, metrics
+    values = logps.detach().float(), detached, d_logps, d_entropy
+    return loss, loss_metrics(config, tokens, *values)
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -149,7 +155,7 @@ class _PolicyLoss(torch.autograd.Function):
         entropy: Tensor | None,
         kl: Tensor | None,
         config: GRPOLossConfig,
-        inputs: LossInputs,
+        tokens: Tokens,
         backend: Backend,
         grad_enabled: bool,
     ) -> tuple[Tensor | None, ...]:
@@ -157,11 +163,11 @@ class _PolicyLoss(torch.autograd.Function):
         with torch.autocast(logps.device.type, enabled=False):
             entropy_float = None if entropy is None else entropy.float()
             policy = policy_loss_and_grads(
-                config, inputs, logps.float(), entropy_float, backend, grad=grad
+                config, tokens, logps.float(), entropy_float, backend, grad=grad
             )
         # Autograd may give back one element at stride 0, which cannot be scaled in place.
         stored = [None if x is None else x.contiguous() for x in policy[1:]]
-        by_kl = d_kl(config, inputs) if grad and kl is not None else None
+        by_kl = d_kl(config, tokens) if grad and kl is not None else None
         ctx.save_for_backward(*stored, by_kl)
         ctx.dtypes = dtypes_of(logps, entropy, kl)
         # Copies, as the backward scales the saved ones in place.
@@ -179,14 +185,14 @@ class _PolicyLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None)
 
 
-def d_kl(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:
+def d_kl(config: GRPOLossConfig, tokens: Tokens) -> Tensor | None:
     """The gradient by the exact KL of each token, where the loss has one."""
-    return config.beta * inputs.weights if config.exact_kl else None
+    return config.beta * tokens.weights if config.exact_kl else None
 
 
 def policy_loss_and_grads(
     config: GRPOLossConfig,
-    inputs: LossInputs,
+    constants: Tokens,
     logps: Tensor,
     entropy: Tensor | None,
     backend: Backend,
@@ -197,34 +203,34 @@ def policy_loss_and_grads(
 
     The objective, and the cross-entropy term if there is one.
     """
-    is_local, kernel = token_local(config, inputs), backend.policy_loss
+    is_local, kernel = token_local(config, constants), backend.policy_loss
     options = _kernel_options(config)
     if kernel is None or options is None or not is_local:
-        policy = _differentiated(config, inputs, logps, entropy, grad=grad, is_local=is_local)
+        policy = _by_definition(config, constants, logps, entropy, grad=grad, is_local=is_local)
     else:
         scale = None
         if config.scales_surrogate:
-            scale, _ = surrogate_scale(config, tokens_of(config, inputs, logps, entropy))
+            scale, _ = surrogate_scale(config, tokens_of(config, constants, logps, entropy))
         policy = kernel(
             logps,
             entropy,
-            advantages=inputs.advantages,
-            weights=inputs.weights,
-            count=inputs.count,
-            mask=inputs.mask,
-            old_logps=inputs.old_logps,
-            ref_logps=inputs.ref_logps,
+            advantages=constants.advantages,
+            weights=constants.weights,
+            count=constants.count,
+            mask=constants.unmasked,
+            old_logps=constants.old_logps,
+            ref_logps=constants.ref_logps,
             scale=scale,
             grad=grad,
             **options,
         )
         if config.exact_kl:
-            policy = policy._replace(loss=policy.loss + exact_kl(config, inputs))
-    if inputs.ce_weights is None:
+            policy = policy._replace(loss=policy.loss + exact_kl(config, constants))
+    if constants.ce_weights is None:
         return policy
     return policy._replace(
-        loss=policy.loss + cross_entropy(inputs.ce_weights, logps),
-        d_logps=None if policy.d_logps is None else policy.d_logps - inputs.ce_weights,
+        loss=policy.loss + cross_entropy(constants.ce_weights, logps),
+        d_logps=None if policy.d_logps is None else policy.d_logps - constants.ce_weights,
     )
 
 
@@ -244,9 +250,9 @@ def _kernel_options(config: GRPOLossConfig) -> dict[str, Any] | None:
     return options
 
 
-def _differentiated(
+def _by_definition(
     config: GRPOLossConfig,
-    inputs: LossInputs,
+    constants: Tokens,
     logps: Tensor,
     entropy: Tensor | None,
     *,
@@ -256,11 +262,12 @@ def _differentiated(
     """The objective by its definition, differentiated by autograd."""
     if not grad:
         with torch.no_grad():
-            return PolicyLossResult(policy_objective(config, inputs, logps, entropy), None, None)
+            tokens = tokens_of(config, constants, logps, entropy)
+            return PolicyLossResult(policy_objective(config, tokens), None, None)
+    leaves = [x.detach().requires_grad_() for x in (logps, entropy) if x is not None]
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (logps, entropy) if x is not None]
-        logps, entropy = leaves[0], leaves[1] if entropy is not None else None
-        loss = policy_objective(config, inputs, logps, entropy, stable_kl=True)
+        tokens = tokens_of(config, constants, leaves[0], None if entropy is None else leaves[1])
+        loss = policy_objective(config, tokens, stable_kl=True)
         d_logps, *d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
     policy = PolicyLossResult(
         loss.detach(),

@@ -380,6 +380,12 @@ LOSSES: dict[str, tuple[type[Loss], dict[str, Any]]] = {
     "dppo_kl": (DppoKL, {}),
 }  # fmt: skip
 LOSS_TYPES = tuple(LOSSES)
+_CLASSES = {cls for cls, _ in LOSSES.values()}
+
+
+def is_own(loss: Loss) -> bool:
+    """True for a loss of the user's own, whose results are checked."""
+    return type(loss) not in _CLASSES
 
 
 def flat_fields(name: str) -> dict[str, Field[Any]]:

@@ -15,7 +15,7 @@ from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy_metrics
 from .losses import Loss, per_token_values
 from .objective import high_entropy_mask, kl_terms, off_policy_mask, tokens_of
-from .tokens import LossInputs, Tokens
+from .tokens import Tokens
 
 # Names that no loss may give a metric of its own: those of the calls and of the trainer's rows.
 TAKEN = frozenset({
@@ -60,7 +60,7 @@ class _TokenValues:
 @torch.no_grad()
 def loss_metrics(
     config: GRPOLossConfig,
-    inputs: LossInputs,
+    constants: Tokens,
     logps: Tensor,
     entropy: Tensor | None,
     d_logps: Tensor | None,
@@ -70,9 +70,9 @@ def loss_metrics(
 
     `d_logps`, `d_entropy [N]`: the gradient of the loss; None where there is none.
     """
-    tokens = tokens_of(config, inputs, logps, entropy)
-    values = token_values(config, inputs, tokens, d_logps, d_entropy)
-    rows, masked = values.means, None if inputs.mask is None else ~inputs.mask
+    tokens = tokens_of(config, constants, logps, entropy)
+    values = token_values(config, tokens, d_logps, d_entropy)
+    rows, masked = values.means, None if tokens.unmasked is None else ~tokens.unmasked
     maxima = _by_name(values.maxima, _largest(_stack(values.maxima), masked))
     # Relative to the largest, so that no square overflows.
     tiny = torch.finfo(torch.float32).tiny
@@ -84,7 +84,7 @@ def loss_metrics(
     if masked is not None:
         table.masked_fill_(masked, 0.0)
     sums = table if sequences is None else sequences.sum(table)
-    means = _by_name(rows, sums.sum(1) / inputs.count.clamp(min=1))
+    means = _by_name(rows, sums.sum(1) / tokens.count.clamp(min=1))
     clips: dict[str, Tensor] = {}
     if sequences is not None and (values.sequence_means or values.two_bounds):
         lengths = sequences.sum(tokens.mask)
@@ -99,31 +99,27 @@ def loss_metrics(
         clips |= _clip_ratios(means)
     scored, ratio, square = (means.pop(name, None) for name in (_SCORED, _RATIO, _SQUARE))
     assert ratio is not None and square is not None
-    metrics = {"tokens": inputs.count, **maxima, **means}
+    metrics = {"tokens": tokens.count, **maxima, **means}
     metrics["ess"] = ratio.square() / square.clamp(min=tiny)
     if scored is not None:
         metrics[f"{_DIFFERENCE}/mean"] /= scored.clamp(min=tiny)
     if f"{_WEIGHT}/min" in metrics:
         metrics[f"{_WEIGHT}/min"] = -metrics[f"{_WEIGHT}/min"]
-    if inputs.ce_weights is not None:
-        metrics |= cross_entropy_metrics(inputs.ce_weights, logps)
+    if tokens.ce_weights is not None:
+        metrics |= cross_entropy_metrics(tokens.ce_weights, logps)
     return metrics | clips
 
 
 def token_values(
-    config: GRPOLossConfig,
-    inputs: LossInputs,
-    tokens: Tokens,
-    d_logps: Tensor | None,
-    d_entropy: Tensor | None,
+    config: GRPOLossConfig, tokens: Tokens, d_logps: Tensor | None, d_entropy: Tensor | None
 ) -> _TokenValues:
     """The values that the metrics are means and maxima of."""
     loss, values = config.loss, _TokenValues()
     log_ratio = per_token_values(loss.name_of("log_ratio()"), loss.log_ratio(tokens), tokens)
     ratio = log_ratio.exp()
     values.add("ratio_mean", ratio, largest="ratio_max")
-    if inputs.kl is not None:
-        values.add("kl", inputs.kl, largest="kl_max")
+    if tokens.kl is not None:
+        values.add("kl", tokens.kl, largest="kl_max")
     elif tokens.ref_logps is not None:
         values.add("kl", kl_terms(config, tokens, log_ratio), largest="kl_max")
     if tokens.entropy is not None:
