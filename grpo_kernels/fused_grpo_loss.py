@@ -52,7 +52,7 @@ from .kernels.divergences import ReverseKL
 from .loss.config import GRPOLossConfig
 from .loss.grpo_loss import d_kl, flat_loss, policy_loss_and_grads
 from .loss.inputs import loss_inputs, rows_of_loss
-from .loss.metrics import loss_metrics
+from .loss.metrics import metrics_of_call
 from .loss.objective import token_local
 from .loss.tokens import Tokens
 
@@ -184,7 +184,7 @@ def fused_grpo_loss(
     if one_pass:
         run = partial(_OnePass.apply, *call.tensors, config, tokens)
         loss, logps, entropy, kl, *d_outputs = plan.run(run)
-        metrics = loss_metrics(config, replace(tokens, kl=kl), logps, entropy, *d_outputs)
+        metrics = metrics_of_call(config, replace(tokens, kl=kl), logps, entropy, *d_outputs)
     else:
         logps, entropy, _, kl = compute_logprobs(call, plan)
         loss, metrics = flat_loss(config, tokens, logps, entropy, spec.backend, kl)
@@ -192,7 +192,7 @@ def fused_grpo_loss(
     ref_logps = None if other is None or config.exact_kl else tokens.ref_logps
     return GRPOLossOutput(
         loss,
-        metrics | plan.metrics(),
+        metrics if plan.sets is None else metrics | plan.metrics(),
         logps.detach().reshape(shape),
         entropy.detach().reshape(shape),
         None if ref_logps is None else ref_logps.reshape(shape),

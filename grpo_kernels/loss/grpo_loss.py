@@ -15,12 +15,12 @@ from torch import Tensor
 from ..base.autograd import dtypes_of, eager_under_compile, refuse_double_backward, scaled_gradient
 from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten
 from ..base.layout import Layout
-from ..base.outputs import GRPOLossOutput
+from ..base.outputs import GRPOLossOutput, Metrics
 from ..kernels import Backend, PolicyLossResult, select_backend
 from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy
 from .inputs import check_entropy_given, loss_inputs
-from .metrics import loss_metrics
+from .metrics import metrics_of_call
 from .objective import (
     exact_kl,
     policy_objective,
@@ -132,7 +132,7 @@ def flat_loss(
     entropy: Tensor | None,
     backend: Backend,
     kl: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics]:
     """The differentiable loss of flat `logps [N]` and `entropy [N]`, and its metrics.
 
     `tokens`: the constants. `kl [N]`: the exact one, where there is a reference.
@@ -144,7 +144,7 @@ def flat_loss(
     )
     detached = None if entropy is None else entropy.detach().float()
     values = logps.detach().float(), detached, d_logps, d_entropy
-    return loss, loss_metrics(config, tokens, *values)
+    return loss, metrics_of_call(config, tokens, *values)
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -170,10 +170,8 @@ class _PolicyLoss(torch.autograd.Function):
         by_kl = d_kl(config, tokens) if grad and kl is not None else None
         ctx.save_for_backward(*stored, by_kl)
         ctx.dtypes = dtypes_of(logps, entropy, kl)
-        # Copies, as the backward scales the saved ones in place.
-        shown = [None if x is None else x.clone() for x in stored]
-        ctx.mark_non_differentiable(*(x for x in shown if x is not None))
-        return policy.loss, *shown
+        ctx.mark_non_differentiable(*(x for x in stored if x is not None))
+        return policy.loss, *stored  # which the backward scales in place
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -6,14 +6,17 @@ shares, which every loss has, are 0 where nothing is clipped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base.outputs import Metrics
 from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy_metrics
-from .losses import Loss, per_token_values
+from .losses import Loss, is_own, per_token_values
 from .objective import high_entropy_mask, kl_terms, off_policy_mask, tokens_of
 from .tokens import Tokens
 
@@ -55,6 +58,33 @@ class _TokenValues:
             self.sequence_means.add(name)
         if largest:
             self.maxima[largest] = x
+
+
+@torch.no_grad()
+def metrics_of_call(
+    config: GRPOLossConfig,
+    constants: Tokens,
+    logps: Tensor,
+    entropy: Tensor | None,
+    d_logps: Tensor | None,
+    d_entropy: Tensor | None,
+) -> Metrics:
+    """The `loss_metrics` of a call, computed when they are read.
+
+    Those of a user's own loss are computed at once: they check what it returns.
+    """
+    # Copies, as the caller may change its tensors and those of the result in place.
+    new = {"logps": logps, "entropy": entropy, "d_logps": d_logps, "d_entropy": d_entropy}
+    each = constants.per_token() | {name: x for name, x in new.items() if x is not None}
+    copies: dict[str, Any] = _by_name(each, torch.stack([*each.values()]))
+    values = [copies.pop(name, None) for name in new]
+    unmasked = constants.unmasked
+    constants = replace(
+        constants, **copies, unmasked=None if unmasked is None else unmasked.clone()
+    )
+
+    compute = partial(loss_metrics, config, constants, *values)
+    return Metrics(compute() if is_own(config.loss) else compute)
 
 
 @torch.no_grad()
