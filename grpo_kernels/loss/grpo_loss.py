@@ -23,6 +23,7 @@ from .inputs import check_entropy_given, loss_inputs
 from .metrics import metrics_of_call
 from .objective import (
     exact_kl,
+    objective_in_closed_form,
     policy_objective,
     surrogate_scale,
     token_local,
@@ -202,7 +203,7 @@ def policy_loss_and_grads(
     The objective, and the cross-entropy term if there is one.
     """
     is_local, kernel = token_local(config, constants), backend.policy_loss
-    options = _kernel_options(config)
+    options = None if kernel is None else _kernel_options(config)
     if kernel is None or options is None or not is_local:
         policy = _by_definition(config, constants, logps, entropy, grad=grad, is_local=is_local)
     else:
@@ -257,7 +258,7 @@ def _by_definition(
     grad: bool,
     is_local: bool,
 ) -> PolicyLossResult:
-    """The objective by its definition, differentiated by autograd."""
+    """The objective by its definition, differentiated in closed form or by autograd."""
     if not grad:
         with torch.no_grad():
             tokens = tokens_of(config, constants, logps, entropy)
@@ -265,6 +266,9 @@ def _by_definition(
     leaves = [x.detach().requires_grad_() for x in (logps, entropy) if x is not None]
     with torch.enable_grad():
         tokens = tokens_of(config, constants, leaves[0], None if entropy is None else leaves[1])
+        closed_form = objective_in_closed_form(config, tokens)
+        if closed_form is not None:
+            return PolicyLossResult(*closed_form, None)
         loss = policy_objective(config, tokens, stable_kl=True)
         d_logps, *d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
     policy = PolicyLossResult(

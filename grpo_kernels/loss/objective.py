@@ -62,6 +62,26 @@ def policy_objective(config: GRPOLossConfig, tokens: Tokens, *, stable_kl: bool 
     return loss
 
 
+@torch.no_grad()
+def objective_in_closed_form(
+    config: GRPOLossConfig, tokens: Tokens
+) -> tuple[Tensor, Tensor] | None:
+    """The objective and its gradient by the log-probs, `[N]`, without autograd.
+
+    None where the loss of a token has no closed form, or another term has a gradient.
+    """
+    if config.entropy_coef or (config.beta and not config.exact_kl):
+        return None
+    closed_form = config.loss.closed_form(tokens)
+    if closed_form is None:
+        return None
+    scale, _ = surrogate_scale(config, tokens)
+    weights = tokens.weights if scale is None else tokens.weights * scale
+    per_token, d_logps = (weights * x for x in closed_form)
+    loss = per_token.sum()
+    return loss + exact_kl(config, tokens) if config.exact_kl else loss, d_logps
+
+
 def token_losses(
     config: GRPOLossConfig, tokens: Tokens, scale: Tensor | None, *, stable_kl: bool = False
 ) -> tuple[Tensor, Tensor | None]:
