@@ -292,7 +292,7 @@ def plan_head(
 def with_local_targets(spec: HeadSpec, ranks: SingleRank) -> HeadSpec:
     """The spec with the columns of the targets on this rank; -1 where there is none."""
     if spec.targets is not None:
-        return replace(spec, targets=ranks.local_ids(spec.targets))
+        return spec if ranks.alone else replace(spec, targets=ranks.local_ids(spec.targets))
     N, device = spec.layout.num_tokens, spec.layout.device
     return replace(spec, targets=torch.full((N,), -1, dtype=torch.int64, device=device))
 
