@@ -125,8 +125,9 @@ def fused_grpo_loss(
 
     Returns:
         `loss`: float32 scalar.
-        `metrics`: 0-d device tensors, means over unmasked tokens; reading one synchronizes
-            (`docs/objectives.md` lists them, `docs/support.md` those of a support).
+        `metrics`: 0-d device tensors, means over unmasked tokens, computed when first read; reading
+            a value synchronizes (`docs/objectives.md` lists them, `docs/support.md` those of a
+            support).
         `logps`, `entropy`: float32 in the shape of `targets`, detached (`linear_logprobs` has
             differentiable ones); 0 where masked without a weight in `ce_weights`.
         `ref_logps`, `kl`: the reference's log-probs or the exact KL to it, same shape; None without
