@@ -185,7 +185,8 @@ def fused_grpo_loss(
     if one_pass:
         run = partial(_OnePass.apply, *call.tensors, config, tokens)
         loss, logps, entropy, kl, *d_outputs = plan.run(run)
-        metrics = metrics_of_call(config, replace(tokens, kl=kl), logps, entropy, *d_outputs)
+        tokens = tokens if kl is None else replace(tokens, kl=kl)
+        metrics = metrics_of_call(config, tokens, logps, entropy, *d_outputs)
     else:
         logps, entropy, _, kl = compute_logprobs(call, plan)
         loss, metrics = flat_loss(config, tokens, logps, entropy, spec.backend, kl)

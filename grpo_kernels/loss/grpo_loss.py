@@ -1,7 +1,8 @@
 """The GRPO loss from log-probs: ratio, clip, KL and masked mean, with their gradient.
 
 The formulas are in `objective.py` and `losses.py`. Value and gradient come from one kernel where
-there is one, else from autograd; the backward multiplies the gradient by the loss's.
+there is one, else from a closed form or autograd. The backward multiplies the gradient by the
+loss's.
 """
 
 from __future__ import annotations

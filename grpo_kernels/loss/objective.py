@@ -1,8 +1,8 @@
 """The objective: losses, corrections, KL and averages, defined once.
 
 Every path of the library computes this definition: the reference in float64, `grpo_loss` and the
-torch backend by differentiating it, the Triton policy-loss kernel by a hand-written copy of a part
-of it that tests hold to it.
+torch backend by differentiating it, with autograd or a closed form, the Triton policy-loss kernel
+by a hand-written copy of a part of it that tests hold to it.
 
 With log-prob l, old log-prob l_old (l itself, detached, when absent), reference log-prob l_ref,
 the sampler's log-prob l_roll, advantage A and mask m of a token; L the unmasked tokens of its
