@@ -25,7 +25,7 @@ from .base.autograd import (
     kept_gradients,
     scaled,
 )
-from .base.outputs import DistillationOutput
+from .base.outputs import DistillationOutput, Metrics
 from .head.call import head_call
 from .head.execution import Execution
 from .head.lm_head import LMHead, Reference
@@ -119,11 +119,13 @@ def fused_distillation_loss(
     )
     loss, values = plan.run(partial(_Distillation.apply, *call.tensors, weight))
     stats = PairStats(values)
-    return DistillationOutput(
-        loss, _metrics(stats, spec.mask, count), stats.divergence.reshape(spec.layout.shape)
-    )
+    # Copies for the metrics, as the caller may change its mask and the result in place.
+    mask = None if spec.mask is None else spec.mask.clone()
+    metrics = Metrics(partial(_metrics, stats, mask, count))
+    return DistillationOutput(loss, metrics, stats.divergence.clone().reshape(spec.layout.shape))
 
 
+@torch.no_grad()
 def _metrics(stats: PairStats, mask: Tensor | None, count: Tensor) -> dict[str, Tensor]:
     agrees = (stats.ref_at_peak == stats.ref_peak).float()
     agrees = agrees if mask is None else agrees * mask

@@ -52,8 +52,9 @@ from .kernels.divergences import ReverseKL
 from .loss.config import GRPOLossConfig
 from .loss.grpo_loss import d_kl, flat_loss, policy_loss_and_grads
 from .loss.inputs import loss_inputs, rows_of_loss
-from .loss.metrics import loss_metrics
-from .loss.objective import LossInputs, token_local
+from .loss.metrics import metrics_of_call
+from .loss.objective import token_local
+from .loss.tokens import Tokens
 
 
 @eager_under_compile
@@ -124,8 +125,9 @@ def fused_grpo_loss(
 
     Returns:
         `loss`: float32 scalar.
-        `metrics`: 0-d device tensors, means over unmasked tokens; reading one synchronizes
-            (`docs/objectives.md` lists them, `docs/support.md` those of a support).
+        `metrics`: 0-d device tensors, means over unmasked tokens, computed when first read; reading
+            a value synchronizes (`docs/objectives.md` lists them, `docs/support.md` those of a
+            support).
         `logps`, `entropy`: float32 in the shape of `targets`, detached (`linear_logprobs` has
             differentiable ones); 0 where masked without a weight in `ce_weights`.
         `ref_logps`, `kl`: the reference's log-probs or the exact KL to it, same shape; None without
@@ -147,7 +149,7 @@ def fused_grpo_loss(
     spec, other = call.spec, None
     if reference is not None:
         other = call_of_reference(call, reference, support)
-    inputs = loss_inputs(
+    tokens = loss_inputs(
         config,
         spec.layout,
         spec.checks,
@@ -162,14 +164,14 @@ def fused_grpo_loss(
     )
     if config.exact_kl and other is not None:
         call = call.with_reference(other, ReverseKL())
-    one_pass = support is None and token_local(config, inputs)
+    one_pass = support is None and token_local(config, tokens)
     other_grads = config.entropy_has_gradient or config.exact_kl
     plan = plan_head(
         call,
         support,
         GradMode.of(call, one_pass=one_pass, other_grads=other_grads),
         entropy=True,
-        with_grad=_tokens_with_grad(config, inputs),
+        with_grad=_tokens_with_grad(config, tokens),
         reference=None if config.exact_kl or not config.beta else other,
         loss_settings={
             "one pass": one_pass,
@@ -179,19 +181,20 @@ def fused_grpo_loss(
         },
     )
     if other is not None and not config.exact_kl:
-        inputs = replace(inputs, ref_logps=plan.run(partial(reference_logps, other)))
+        tokens = replace(tokens, ref_logps=plan.run(partial(reference_logps, other)))
     if one_pass:
-        run = partial(_OnePass.apply, *call.tensors, config, inputs)
+        run = partial(_OnePass.apply, *call.tensors, config, tokens)
         loss, logps, entropy, kl, *d_outputs = plan.run(run)
-        metrics = loss_metrics(config, replace(inputs, kl=kl), logps, entropy, *d_outputs)
+        tokens = tokens if kl is None else replace(tokens, kl=kl)
+        metrics = metrics_of_call(config, tokens, logps, entropy, *d_outputs)
     else:
         logps, entropy, _, kl = compute_logprobs(call, plan)
-        loss, metrics = flat_loss(config, inputs, logps, entropy, spec.backend, kl)
+        loss, metrics = flat_loss(config, tokens, logps, entropy, spec.backend, kl)
     shape = spec.layout.shape
-    ref_logps = None if other is None or config.exact_kl else inputs.ref_logps
+    ref_logps = None if other is None or config.exact_kl else tokens.ref_logps
     return GRPOLossOutput(
         loss,
-        metrics | plan.metrics(),
+        metrics if plan.sets is None else metrics | plan.metrics(),
         logps.detach().reshape(shape),
         entropy.detach().reshape(shape),
         None if ref_logps is None else ref_logps.reshape(shape),
@@ -208,27 +211,27 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
-        *tensors, config, inputs, plan = args
+        *tensors, config, tokens, plan = args
         N, any_grad = len(tensors[0]), any(plan.needs_grad)
         per_token = tensors[0].new_zeros((5, N), dtype=torch.float32)
         logps, entropy, kl, d_logps, d_entropy = per_token.unbind()
-        d_divergence = d_kl(config, inputs)
+        d_divergence = d_kl(config, tokens)
         entropy_has_grad = any_grad and config.entropy_has_gradient
         loss = None
         with torch.autocast(logps.device.type, enabled=False):
             dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
-            scale = float16_scale(dtypes, partial(_largest_weight, config, inputs))
+            scale = float16_scale(dtypes, partial(_largest_weight, config, tokens))
             grads, head = plan.gradients(tensors), plan.chunked_head(tensors)
             for chunk in plan.rows.chunks():
                 index = chunk.index
                 stats = head.forward(chunk)  # GEMM 1
-                chunk_inputs = inputs.at(index)
+                constants = tokens.at(index)
                 if d_divergence is not None:
                     kl[index] = stats.divergence
-                    chunk_inputs = replace(chunk_inputs, kl=stats.divergence)
+                    constants = replace(constants, kl=stats.divergence)
                 policy = policy_loss_and_grads(
                     config,
-                    chunk_inputs,
+                    constants,
                     stats.logps,
                     stats.entropy,
                     plan.spec.backend,
@@ -260,18 +263,18 @@ class _OnePass(torch.autograd.Function):
         return (*kept_gradients(ctx, d_loss, "fused_grpo_loss"), *[None] * 3)
 
 
-def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
-    largest = abs(config.entropy_coef) * inputs.count.clamp(max=1) / inputs.count.clamp(min=1)
-    if inputs.ce_weights is not None and inputs.ce_weights.numel():
-        largest = largest.maximum(inputs.ce_weights.abs().max())
-    return largest.maximum(inputs.weights.max()) if inputs.weights.numel() else largest
+def _largest_weight(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
+    largest = abs(config.entropy_coef) * tokens.count.clamp(max=1) / tokens.count.clamp(min=1)
+    if tokens.ce_weights is not None and tokens.ce_weights.numel():
+        largest = largest.maximum(tokens.ce_weights.abs().max())
+    return largest.maximum(tokens.weights.max()) if tokens.weights.numel() else largest
 
 
-def _tokens_with_grad(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:
+def _tokens_with_grad(config: GRPOLossConfig, tokens: Tokens) -> Tensor | None:
     """The tokens that may have a gradient, bool `[N]`, as far as known beforehand; None: all."""
-    if not config.gradient_needs_advantage or not token_local(config, inputs):
+    if not config.gradient_needs_advantage or not token_local(config, tokens):
         return None
-    with_grad, weights = inputs.advantages != 0, inputs.importance_sampling_weights
+    with_grad, weights = tokens.advantages != 0, tokens.importance_sampling_weights
     if weights is not None:
         with_grad = with_grad & (weights != 0)
-    return with_grad if inputs.ce_weights is None else with_grad | (inputs.ce_weights != 0)
+    return with_grad if tokens.ce_weights is None else with_grad | (tokens.ce_weights != 0)

@@ -21,7 +21,7 @@ from .loss.config import GRPOLossConfig
 from .loss.distillation import divergence_addends, make_divergence
 from .loss.inputs import check_entropy_given, loss_inputs, rows_of_loss
 from .loss.metrics import loss_metrics
-from .loss.objective import policy_objective
+from .loss.objective import policy_objective, tokens_of
 
 
 def linear_logits(
@@ -146,7 +146,7 @@ def grpo_loss(
     """
     checks = ValueChecks()
     layout = Layout.of("logps", logps, cu_seqlens, checks)
-    inputs = loss_inputs(
+    tokens = loss_inputs(
         config,
         layout,
         checks,
@@ -162,16 +162,16 @@ def grpo_loss(
     )
     checks.read()
     if kl is not None:
-        inputs = replace(inputs, kl=kl.reshape(-1))
+        tokens = replace(tokens, kl=kl.reshape(-1))
     check_entropy_given(config, entropy)
     flat = logps.reshape(-1)
     flat_entropy = None if entropy is None else entropy.reshape(-1)
-    loss = policy_objective(config, inputs, flat, flat_entropy)
+    loss = policy_objective(config, tokens_of(config, tokens, flat, flat_entropy))
     if ce_weights is not None:
         chosen = ce_weights.reshape(-1) != 0
         loss = loss - (ce_weights.reshape(-1)[chosen].to(flat.dtype) * flat[chosen]).sum()
     d_logps, d_entropy = _gradients(loss, flat, flat_entropy)
-    metrics = loss_metrics(config, inputs, flat, flat_entropy, d_logps, d_entropy)
+    metrics = loss_metrics(config, tokens, flat, flat_entropy, d_logps, d_entropy)
     detached = None if entropy is None else entropy.detach()
     kl = None if kl is None else kl.detach()
     return GRPOLossOutput(loss, metrics, logps.detach(), detached, kl=kl)

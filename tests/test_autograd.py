@@ -305,13 +305,31 @@ def test_retained_graph_gives_the_same_twice(call, inputs):
     x, expected = prepared(inputs), run(call, inputs)
     total, leaves = total_of(tensors_in(call(x))), [getattr(x, name) for name in LEAVES]
     how = {"retain_graph": True, "allow_unused": True}
-    kept = [(factor, torch.autograd.grad(factor * total, leaves, **how)) for factor in (3, 1)]
+    kept = []
+    for factor in (3, 1):
+        gradients = torch.autograd.grad(factor * total, leaves, **how)
+        kept.append((factor, [None if y is None else y.clone() for y in gradients]))
+        for y in gradients:
+            if y is not None:
+                y.zero_()  # the caller's own: what the graph keeps is another
     total.backward()
     for factor, gradients in (*kept, (1, [leaf.grad for leaf in leaves])):
         gradients = [y / factor for y in gradients if y is not None]
         expect_close(gradients, expected[-len(gradients) :])
     with pytest.raises(RuntimeError, match="second time"):
         total.backward()
+
+
+@pytest.mark.parametrize("factor", (1, 3))
+@pytest.mark.parametrize("name", ("fused_loss", "reverse", "loss"))
+def test_a_loss_whose_gradient_is_1_takes_no_pass_over_the_gradients(name, factor, inputs):
+    """On a CPU; another one scales what the forward stored in place."""
+    loss = CALLS[name](prepared(inputs)).loss
+    stored = [x for x in loss.grad_fn.saved_tensors if x is not None]
+    versions = [x._version for x in stored]
+    (factor * loss).backward()
+    moved = [x._version > before for x, before in zip(stored, versions, strict=True)]
+    assert any(moved) == (factor != 1)
 
 
 @pytest.mark.parametrize(

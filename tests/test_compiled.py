@@ -111,3 +111,19 @@ def test_under_the_optimizer_of_ddp(one_rank, monkeypatch):
     wrapped = DistributedDataParallel(model, bucket_cap_mb=2e-3)
     assert torch._dynamo.config.optimize_ddp
     expect_equal(gradients(model, torch.compile(wrapped, backend="aot_eager"), batch), expected)
+
+
+def test_metrics_are_not_traced():
+    """A compiled function that reads them has no operation more for it."""
+    batch, operations = make_batch(), []
+    for name in (None, "ratio_mean"):
+
+        def run(x, name=name):
+            out = grpo_kernels.grpo_loss(x * 2, batch.advantages, batch.mask)
+            return out.loss + (0.0 if name is None else out.metrics[name])
+
+        counter = CompileCounterWithBackend("eager")
+        value = torch.compile(run, backend=counter)(torch.zeros(4, 9))
+        assert value == run(torch.zeros(4, 9))
+        operations.append(counter.op_count)
+    assert operations[1] == operations[0]

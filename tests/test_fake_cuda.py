@@ -53,12 +53,16 @@ def tensors_of(names, shape, entries=8):
 
 def call_of(
     kind, names="", head="", *, shape=(B, N // B), K=(), dtype=torch.bfloat16, frozen="",
-    entries=8, cfg=(), numbers=(), entropy=True, **execution,
+    entries=8, cfg=(), numbers=(), entropy=True, metrics=False, **execution,
 ):  # fmt: skip
     """A call that makes its tensors, `names` of its own and those of the `head`, and a sum.
 
-    A loss takes other denominators than its own.
+    A loss takes other denominators than its own; `metrics` are read.
     """
+
+    def loss_of(out):
+        assert not metrics or len(out.metrics) > 5
+        return out.loss
 
     def call(**num_items):
         tensors = tensors_of(names, shape, entries) | num_items
@@ -66,7 +70,7 @@ def call_of(
         targets, how = empty(*shape, *K, dtype=torch.long), {"config": config(**dict(cfg))}
         function = getattr(grpo_kernels, kind)
         if kind == "grpo_loss":
-            return function(empty(*shape, train=True), advantages, **how, **tensors).loss
+            return loss_of(function(empty(*shape, train=True), advantages, **how, **tensors))
         if kind == "selective_log_softmax":
             logits = empty(B, shape[1] + 1, V, dtype=dtype, train=True)[:, :-1]
             return function(logits, targets, **tensors).sum()
@@ -81,8 +85,8 @@ def call_of(
             out = function(*args, targets, entropy=entropy_has_grad, **tensors)
             return out.logps.sum() + (out.entropy.sum() if entropy_has_grad else 0.0)
         if kind == "fused_distillation_loss":
-            return function(*args, **tensors).loss
-        return function(*args, targets, advantages, **how, **tensors).loss
+            return loss_of(function(*args, **tensors))
+        return loss_of(function(*args, targets, advantages, **how, **tensors))
 
     call.is_loss = kind.endswith("loss")
     return call
@@ -104,48 +108,52 @@ def loss_of_logps(objective, **how):
 CALLS = {
     # One pass reads how many rows take part, where there is a mask, and how many have a gradient.
     # A strip of logits is a GEMM and a sweep, a chunk two GEMMs and the objective.
-    "loss": (loss("old_logps"), [[N]], 5, 6, 70),
-    "two chunks": (loss("old_logps", **HALVES), [[N]], 18, 20, 80),
-    "one sequence": (loss("old_logps", shape=(1, N)), [[N]], 5, 6, 70),
-    "masked": (loss("mask old_logps"), [[900, 900]], 3, 4, 95),
-    "packed": (loss("mask old_logps cu_seqlens num_items", shape=(N,)), [[900, 900]], 3, 4, 115),
-    "cross-entropy": (loss("mask old_logps ce_weights"), [[N, 900]], 6, 6, 145),
-    "LoRA": (loss("old_logps", "bias low_rank temperature"), [[N]], 5, 13, 98),
+    "loss": (loss("old_logps"), [[N]], 5, 6, 30),
+    "loss, metrics": (loss("old_logps", metrics=True), [[N]], 5, 6, 70),
+    "two chunks": (loss("old_logps", **HALVES), [[N]], 18, 20, 40),
+    "one sequence": (loss("old_logps", shape=(1, N)), [[N]], 5, 6, 30),
+    "masked": (loss("mask old_logps"), [[900, 900]], 3, 4, 50),
+    "packed": (loss("mask old_logps cu_seqlens num_items", shape=(N,)), [[900, 900]], 3, 4, 65),
+    "cross-entropy": (loss("mask old_logps ce_weights"), [[N, 900]], 6, 6, 85),
+    "LoRA": (loss("old_logps", "bias low_rank temperature"), [[N]], 5, 13, 55),
     # What is frozen costs no GEMM.
-    "loss, frozen head": (loss("old_logps", frozen="weight"), [[N]], 5, 5, 65),
-    "loss, head alone": (loss("old_logps", frozen="hidden"), [[N]], 5, 5, 65),
-    "loss, no gradient": (loss("old_logps", frozen="hidden weight"), [[N]], 2, 1, 65),
-    "log-probs, head alone": (logps(frozen="hidden", **HALVES), [[], [N]], 20, 22, 55),
+    "loss, frozen head": (loss("old_logps", frozen="weight"), [[N]], 5, 5, 25),
+    "loss, head alone": (loss("old_logps", frozen="hidden"), [[N]], 5, 5, 25),
+    "loss, no gradient": (loss("old_logps", frozen="hidden weight"), [[N]], 2, 1, 20),
+    "log-probs, head alone": (logps(frozen="hidden", **HALVES), [[], [N]], 20, 22, 35),
     "distillation, frozen head": (
-        distillation("mask reference", frozen="weight"), [[N]], 2, 3, 35
+        distillation("mask reference", frozen="weight"), [[N]], 2, 3, 20
+    ),
+    "distillation, metrics": (
+        distillation("mask reference", frozen="weight", metrics=True), [[N]], 2, 3, 30
     ),
     # Logits and gradients on the same memory.
-    "float32": (loss("old_logps", dtype=torch.float32, **HALVES), [[N]], 8, 12, 95),
+    "float32": (loss("old_logps", dtype=torch.float32, **HALVES), [[N]], 8, 12, 55),
     # A second sweep makes the gradient.
-    "float16": (loss("old_logps", dtype=torch.float16), [[N]], 3, 3, 80),
-    "entropy": (loss("old_logps", cfg={"entropy_coef": 0.1}), [[]], 3, 3, 75),
+    "float16": (loss("old_logps", dtype=torch.float16), [[N]], 3, 3, 40),
+    "entropy": (loss("old_logps", cfg={"entropy_coef": 0.1}), [[]], 3, 3, 35),
     "everything": (
         loss("mask old_logps ref_logps sampling_logps", "bias low_rank temperature",
              numbers={"softcap": 30.0, "logit_scale": 0.5},
              cfg={"beta": 0.1, "entropy_coef": 0.1, "is_correction": "token_mask"}),
-        [[N]], 3, 7, 143,
+        [[N]], 3, 7, 75,
     ),
     # Products of 256 rows.
-    "batch-invariant": (loss("old_logps", batch_invariant=True, **HALVES), [[N]], 10, 18, 80),
+    "batch-invariant": (loss("old_logps", batch_invariant=True, **HALVES), [[N]], 10, 18, 40),
     # Two passes: the first keeps the exponentials of rows that are one chunk. The second reads how
     # many rows have a gradient, and makes the logits of few, or of more chunks, again.
-    "kept": (logps(entropy=False), [[], [N, 0]], 4, 6, 55),
-    "few of the kept": (logps(entropy=False), [[], [N // 2, 0]], 6, 8, 55),
-    "gspo": (loss("old_logps mask", cfg=GSPO), [[N], [N, 0]], 4, 6, 175),
+    "kept": (logps(entropy=False), [[], [N, 0]], 4, 6, 40),
+    "few of the kept": (logps(entropy=False), [[], [N // 2, 0]], 6, 8, 45),
+    "gspo": (loss("old_logps mask", cfg=GSPO), [[N], [N, 0]], 4, 6, 115),
     "log-probs": (logps(**HALVES), [[], [N]], 20, 24, 55),
     "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 24, 430),
-    "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 175),
+    "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 110),
     # With a frozen head the forward keeps the gradients.
     "frozen": (logps(frozen="weight", **HALVES), [[]], 16, 18, 35),
     # Two heads: their logits side by side, in one sweep.
-    "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 4, 8, 35),
-    "exact KL": (loss("mask old_logps reference", cfg=EXACT_KL), [[N]], 3, 4, 85),
-    "reference": (loss("mask old_logps reference", cfg={"beta": 0.1}), [[N]], 9, 10, 85),
+    "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 4, 8, 25),
+    "exact KL": (loss("mask old_logps reference", cfg=EXACT_KL), [[N]], 3, 4, 35),
+    "reference": (loss("mask old_logps reference", cfg={"beta": 0.1}), [[N]], 9, 10, 35),
     # Tokens of a support: how many there are is read, and how many entries. Launches depend on
     # neither, but where segments are so short that programs share none.
     "support": (loss("old_logps support"), [[0, 0, 8 * N, N]], 8, 1, 235),
@@ -158,7 +166,7 @@ CALLS = {
     "support of some": (logps("support"), [[900, 8 * (N - 900), N - 900], [900]], 10, 6, 230),
     # Without a head.
     "log_softmax": (call_of("selective_log_softmax", "temperature", shape=(B, 64)), [], 8, 0, 20),
-    "loss of log-probs": (loss_of_logps("kl_old_delta"), [], 1, 0, 75),
+    "loss of log-probs": (loss_of_logps("kl_old_delta"), [], 1, 0, 25),
 }  # fmt: skip
 
 
@@ -205,9 +213,9 @@ def test_the_gradient_of_a_head_is_a_float32_sum_unless_one_product_is_all_of_it
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_objective_reads(name):
-    """A loss of log-probs reads nothing: a CUDA graph can capture it."""
+    """A loss of log-probs and its metrics read nothing: a CUDA graph can capture them."""
     for num_items in ({}, {"num_items": 7}, {"num_items": 7.5}):
-        assert not count(loss_of_logps(name), **num_items).transfers
+        assert not count(loss_of_logps(name, metrics=True), **num_items).transfers
 
 
 @pytest.mark.parametrize("chunks", (1, 2))

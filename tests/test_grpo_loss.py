@@ -1,5 +1,6 @@
 """`grpo_loss` where it is delicate; its values, metrics and gradients are in `test_pairs.py`."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,12 @@ from grpo_kernels.base.sequences import Sequences
 from grpo_kernels.kernels import PolicyLossResult
 from grpo_kernels.loss.config import KL_ESTIMATORS
 from grpo_kernels.loss.grpo_loss import policy_loss_and_grads
-from grpo_kernels.loss.tokens import LossInputs
+from grpo_kernels.loss.objective import (
+    objective_in_closed_form,
+    policy_objective,
+    tokens_of,
+)
+from grpo_kernels.loss.tokens import Tokens
 from tests.helpers.batches import config, make_batch
 from tests.helpers.head_options import BACKENDS, exact_and_actual
 
@@ -39,10 +45,53 @@ def test_which_objectives_take_the_kernel(options, taken):
 
     x, ones = torch.zeros(3), torch.ones(3)
     sequences = Sequences(1, torch.zeros(3, dtype=torch.long))
-    inputs = LossInputs(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
+    tokens = Tokens(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
     for backend in (SimpleNamespace(policy_loss=kernel), SimpleNamespace(policy_loss=None)):
-        policy_loss_and_grads(config(**options), inputs, x, ones, backend, grad=True)
+        policy_loss_and_grads(config(**options), tokens, x, ones, backend, grad=True)
         assert len(calls) == taken
+
+
+@pytest.mark.parametrize(
+    ("options", "has_one"),
+    (
+        ({}, True),
+        ({"epsilon": 0.05, "epsilon_high": 0.4}, True),
+        ({"epsilon": 0.0}, True),
+        ({"delta": 1.1}, True),
+        ({"delta": 4.0}, True),
+        ({"dual_clip": 3.0}, True),
+        ({"is_correction": "token_mask", "top_entropy_quantile": 0.5}, True),
+        ({"beta": 0.1, "kl_estimator": "exact"}, True),
+        ({"beta": 0.1}, False),
+        ({"entropy_coef": 0.1}, False),
+        *(({"loss_type": x}, False) for x in ("gspo", "gspo_token", "cispo", "gmpo")),
+    ),
+    ids=str,
+)
+def test_the_closed_form_is_the_objective(options, has_one):
+    """Value and gradient, beyond every bound, where the ratio has no more digits, and at NaN."""
+    g = torch.Generator().manual_seed(0)
+    d = torch.cat([torch.linspace(-3, 3, 193), torch.tensor([79.0, 81.0, torch.nan, 0.0, 0.0])])
+    d = d.double().repeat_interleave(2)
+    advantages = torch.tensor([1.3, -0.7], dtype=torch.float64).repeat(len(d) // 2)
+    advantages[-1] = 0.0
+    weights, old, sampler, entropy = torch.rand(4, len(d), dtype=torch.float64, generator=g)
+    constants = Tokens(
+        advantages, weights, torch.tensor(len(d)), old_logps=old, sampling_logps=sampler,
+        ref_logps=sampler, kl=entropy, sequences=Sequences(2, length=len(d) // 2),
+    )  # fmt: skip
+    cfg, logps = config(**options), (old + d).requires_grad_()
+    tokens = tokens_of(cfg, constants, logps, entropy)
+    result = objective_in_closed_form(cfg, tokens)
+    assert (result is not None) == has_one
+    if result is not None:
+        loss = policy_objective(cfg, tokens)
+        (expected,) = torch.autograd.grad(loss, logps)
+        assert loss.isnan() and result[0].isnan() and (expected != 0).sum() > len(d) / 4
+        torch.testing.assert_close(result[1], expected, rtol=1e-12, atol=0)
+        finite = replace(tokens, logps=old + d.nan_to_num(0.0).clamp(max=3.0))
+        value, _ = objective_in_closed_form(cfg, finite)
+        torch.testing.assert_close(value, policy_objective(cfg, finite), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

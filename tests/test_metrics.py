@@ -1,12 +1,17 @@
 """Metrics by hand; against TRL's they are in test_peers, between the calls everywhere."""
 
+import copy
+import importlib
+import io
 import math
+import pickle
+from collections.abc import Mapping
 
 import pytest
 import torch
 
-from grpo_kernels import grpo_loss
-from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused
+from grpo_kernels import Reference, fused_distillation_loss, fused_grpo_loss, grpo_loss
+from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused, with_cross_entropy
 
 e, NAN = math.e, math.nan
 DIFFERENCE = "sampling/sampling_logp_difference"
@@ -137,3 +142,91 @@ def test_nothing_counted_is_zero_not_nan(objective):
     assert out.loss == 0
     assert all(v.isfinite() for v in out.metrics.values())
     assert all(v.ndim == 0 and v.dtype == torch.float32 for v in out.metrics.values())
+
+
+# When they are computed
+
+TENSORS = ("advantages", "mask", "old_logps", "ref_logps", "sampling_logps", "ce_weights")
+
+
+def call_of(kind):
+    """The result of a call, and all of its tensors that its metrics may depend on."""
+    batch = with_cross_entropy(make_batch())
+    batch.advantages = batch.advantages[:, None].repeat(1, 9)  # no copy is made of them
+    tensors = {name: getattr(batch, name) for name in TENSORS}
+    hidden, weight = batch.hidden.requires_grad_(), batch.weight.requires_grad_()
+    if kind == "fused_distillation_loss":
+        teacher = Reference(hidden.detach().nan_to_num(), weight.detach() * 1.1)
+        return fused_distillation_loss(hidden, weight, teacher, batch.mask), [batch.mask]
+    options = {"epsilon": 0.1, "is_correction": "token_truncate"}
+    if kind == "grpo_loss":
+        logps = batch.old_logps.nan_to_num().add_(0.2).requires_grad_()
+        tensors |= {"entropy": torch.linspace(0, 3, 36).view(4, 9)}
+        out = grpo_loss(logps, **tensors, config=config(**options))
+    else:
+        options |= {"exact KL": {"beta": 0.1, "kl_estimator": "exact"}}.get(kind, {})
+        options |= {"two passes": {"loss_type": "gspo"}}.get(kind, {})
+        if kind == "exact KL":
+            del tensors["ref_logps"]
+            states = hidden.detach().nan_to_num()
+            reference = Reference(states, weight.detach() * 1.1)
+            tensors |= {"reference": reference}
+        out = fused_grpo_loss(hidden, weight, batch.targets, **tensors, config=config(**options))
+    return out, [x for x in tensors.values() if not isinstance(x, Reference)]
+
+
+KINDS = ("one pass", "exact KL", "two passes", "grpo_loss", "fused_distillation_loss")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_changes_after_the_call_does_not_change_them(kind):
+    """Arguments and results are filled in place, and a backward scales what is stored."""
+    (expected, _), (out, tensors) = call_of(kind), call_of(kind)
+    expected = dict(expected.metrics)
+    assert len(expected) > 5
+    out.loss.backward()
+    for x in [
+        *tensors,
+        *(x for name, x in out._asdict().items() if name not in ("metrics", "loss")),
+    ]:
+        if x is not None:
+            x.logical_not_() if x.dtype == torch.bool else x.detach().fill_(0.7)
+    torch.testing.assert_close(dict(out.metrics), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "module", "name"),
+    (
+        ("one pass", "grpo_kernels.loss.metrics", "loss_metrics"),
+        ("grpo_loss", "grpo_kernels.loss.metrics", "loss_metrics"),
+        ("fused_distillation_loss", "grpo_kernels.fused_distillation", "_metrics"),
+    ),
+)
+def test_computed_once_when_they_are_read(call, module, name, monkeypatch):
+    compute, calls = getattr(importlib.import_module(module), name), []
+    monkeypatch.setattr(f"{module}.{name}", lambda *args: calls.append(1) or compute(*args))
+    with torch.inference_mode():
+        other, _ = call_of(call)
+    out, _ = call_of(call)
+    out.loss.backward()
+    assert not calls
+    assert out.metrics["tokens"] > 0 and "entropy" in out.metrics
+    assert len(out.metrics) > 5 and out.metrics.get("none") is None and len(calls) == 1
+    assert other.metrics.keys() <= out.metrics.keys() and len(calls) == 2
+
+
+def test_a_mapping_that_joins_and_copies_as_a_dict():
+    def fresh():
+        return grpo_loss(torch.zeros(2, 3), torch.ones(2)).metrics
+
+    expected = dict(fresh())
+    assert isinstance(fresh(), Mapping) and [*fresh()] == [*expected] and len(fresh()) > 5
+    assert fresh() == {**fresh()} == expected and repr(fresh()) == repr(expected)
+    assert fresh() | {"x": 1} == expected | {"x": 1} and {"x": 1} | fresh() == {"x": 1} | expected
+    assert fresh() | fresh() == expected and fresh() | {"tokens": 0} != expected
+    saved = io.BytesIO()
+    torch.save(fresh(), saved)
+    saved.seek(0)
+    copies = copy.copy(fresh()), copy.deepcopy(fresh()), pickle.loads(pickle.dumps(fresh()))
+    for x in (*copies, torch.load(saved)):
+        assert isinstance(x, dict) and x == expected

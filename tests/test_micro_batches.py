@@ -1,6 +1,7 @@
 """Gradients of the trainer: those of one call, however a batch is cut and among processes."""
 
 import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,23 @@ def gradient_of(trainer, samples, scores, parts):
         patch.setattr(trainer.optimizer, "step", keep)
         metrics = trainer.update(samples, scores, 0, list(range(len(samples.texts)))).metrics
     return grads, metrics
+
+
+def test_metrics_are_computed_after_the_last_micro_batch(sampled, monkeypatch):
+    """All at once: between forwards a GPU waits for none."""
+    trainer, samples, scores = sampled("", {})
+    events = []
+    for module, name in (("fused_grpo_loss", "loss_inputs"), ("loss.metrics", "loss_metrics")):
+        function = getattr(sys.modules[f"grpo_kernels.{module}"], name)
+        monkeypatch.setattr(
+            sys.modules[f"grpo_kernels.{module}"],
+            name,
+            lambda *args, f=function, name=name, **how: events.append(name) or f(*args, **how),
+        )
+    _, metrics = gradient_of(trainer, samples, scores, 2)
+    parts = len(events) // 2
+    assert parts > 1 and events == ["loss_inputs"] * parts + ["loss_metrics"] * parts
+    assert metrics["tokens"] > 0
 
 
 @pytest.fixture

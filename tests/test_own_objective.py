@@ -165,8 +165,10 @@ def test_claims_of_a_formula_are_not_inherited_by_another():
 
     for loss in (OwnRatio(), Mixed(), OfTheCall()):
         assert not loss.token_local and not loss.gradient_needs_advantage and loss.kernel() is None
+        assert type(loss).closed_form is Loss.closed_form
     assert Restated().token_local and not Restated().gradient_needs_advantage
     assert Named().token_local and Named().kernel() == Clip().kernel() is not None
+    assert Restated.closed_form is Loss.closed_form and Named.closed_form is Clip.closed_form
 
 
 @pytest.mark.parametrize("layout", ("padded", "packed"))

@@ -286,9 +286,10 @@ def divergence_call(function, args, batch, options, *, base, **_):
         out = function("fused_distillation_loss")(
             *args, other, mask, execution=options["execution"], **how
         )
-        agreement = out.metrics.pop("agreement")
+        metrics = dict(out.metrics)
+        agreement = metrics.pop("agreement")
         assert 0 <= agreement <= 1
-        return Result(out.loss, out.metrics, out.divergence)
+        return Result(out.loss, metrics, out.divergence)
     rounded_to = {"rounded_to": options.get("rounded_to")}
     divergences = exact.divergence(*args, other, mask, **how, **rounded_to)
     entropies = [

@@ -77,6 +77,9 @@ def scaled_gradient(
     if scale is None:
         return stored.to(dtype)
     is_needed_again = not fresh and graph_is_kept()
+    # On a CPU a look is cheaper than a pass.
+    if scale.device.type == "cpu" and scale == 1:
+        return stored.to(dtype, copy=is_needed_again)
     if is_needed_again or (stored.dtype == torch.float32 != dtype):
         return _scaled_into(torch.empty_like(stored, dtype=dtype), stored, scale)
     return _scaled_into(stored, stored, scale).to(dtype)
@@ -88,6 +91,8 @@ def _scaled_into(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     scale = scale.reshape(1)
     # A CPU takes a copy in float32.
     at_once = len(x) if x.is_cuda or x.dtype == torch.float32 else _ROWS_AT_A_TIME
+    if at_once >= len(x):
+        return torch.mul(x, scale, out=out)
     for part, source in zip(out.split(max(1, at_once)), x.split(max(1, at_once)), strict=True):
         torch.mul(source, scale, out=part)
     return out

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from .autograd import eager_under_compile
 
 
 class LogprobOutput(NamedTuple):
@@ -21,17 +25,59 @@ class LogprobOutput(NamedTuple):
     logsumexp: Tensor
 
 
+class Metrics(Mapping[str, Tensor]):
+    """Metrics by name, computed when first read: a call whose metrics nobody reads has none.
+
+    A pickle, a copy and a join by `|` are a dict.
+
+    Args:
+        values: the metrics, or a function that computes them and is called once.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]) -> None:
+        self._values = values
+
+    @eager_under_compile
+    def _computed(self) -> Mapping[str, Tensor]:
+        if not isinstance(self._values, Mapping):
+            self._values = self._values()
+        return self._values
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._computed()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._computed())
+
+    def __len__(self) -> int:
+        return len(self._computed())
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**other, **self}
+
+    def __repr__(self) -> str:
+        return repr(self._computed())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A dict that torch.load takes without weights_only=False.
+        return OrderedDict, (dict(self),)
+
+
 class DistillationOutput(NamedTuple):
     """A loss, its metrics, and the divergence of each token.
 
     Attributes:
         loss: differentiable scalar, float32.
-        metrics: name to 0-d tensor, on the device; reading one synchronizes.
+        metrics: name to 0-d tensor, on the device; computed when first read, from copies. Reading
+            a value synchronizes.
         divergence: float32 `[B, T]` or `[N]`, in nats, detached; 0 where masked.
     """
 
     loss: Tensor
-    metrics: dict[str, Tensor]
+    metrics: Mapping[str, Tensor]
     divergence: Tensor
 
 
@@ -40,7 +86,8 @@ class GRPOLossOutput(NamedTuple):
 
     Attributes:
         loss: differentiable scalar, float32.
-        metrics: name to 0-d tensor, on the device; reading one synchronizes.
+        metrics: name to 0-d tensor, on the device; computed when first read, from copies. Reading
+            a value synchronizes.
         logps: float32 in the shape of the targets, detached, as are the next three.
         entropy: in nats; None if it was neither computed nor passed.
         ref_logps: log-probs under `reference`; None without one.
@@ -48,7 +95,7 @@ class GRPOLossOutput(NamedTuple):
     """
 
     loss: Tensor
-    metrics: dict[str, Tensor]
+    metrics: Mapping[str, Tensor]
     logps: Tensor
     entropy: Tensor | None
     ref_logps: Tensor | None = None

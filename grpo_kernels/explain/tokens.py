@@ -22,7 +22,7 @@ from ..loss.grpo_loss import d_kl, policy_loss_and_grads
 from ..loss.inputs import check_entropy_given, loss_inputs
 from ..loss.metrics import token_values
 from ..loss.objective import entropy_in_bonus, surrogate_scale, token_losses, tokens_of
-from ..loss.tokens import LossInputs
+from ..loss.tokens import Tokens
 from .causes import Thresholds, rank
 from .explanation import Explanation, group_sums, sequence_shares, shares, sums_of
 
@@ -113,7 +113,7 @@ def explain(
     checks = ValueChecks()
     layout = Layout.of("out.logps", check_tensor("out.logps", out.logps), cu_seqlens, checks)
     reference = out.kl if config.exact_kl else out.ref_logps
-    inputs = loss_inputs(
+    constants = loss_inputs(
         config,
         layout,
         checks,
@@ -127,12 +127,12 @@ def explain(
         has_reference=reference is not None,
     )
     if reference is not None and config.exact_kl:
-        inputs = replace(inputs, kl=layout.flat("out.kl", reference))
+        constants = replace(constants, kl=layout.flat("out.kl", reference))
     elif reference is not None:
-        inputs = replace(inputs, ref_logps=layout.flat("out.ref_logps", reference))
+        constants = replace(constants, ref_logps=layout.flat("out.ref_logps", reference))
     check_entropy_given(config, out.entropy)
     entropy = None if out.entropy is None else layout.flat("out.entropy", out.entropy)
-    columns = _columns(config, inputs, layout.flat("out.logps", out.logps), entropy)
+    columns = _columns(config, constants, layout.flat("out.logps", out.logps), entropy)
     if next_logps is not None:
         columns["moved"] = layout.flat("next_logps", next_logps) - columns["logp"]
     if d_hidden is not None:
@@ -148,7 +148,7 @@ def explain(
     ids = None if targets is None else check_targets(targets, layout.shape, layout.device)
     checks.read()
 
-    columns, sequence, position, ids, loss = _to_cpu(layout, inputs, columns, ids, out.loss)
+    columns, sequence, position, ids, loss = _to_cpu(layout, constants, columns, ids, out.loss)
     _check_sum(columns["loss"], loss)
     gradient, count = columns.pop("gradient"), 1 if not layout.sequences else layout.sequences.count
     share = shares(columns.get("d_hidden", gradient))
@@ -217,25 +217,25 @@ def join(parts: Sequence[Explanation], scales: Sequence[float] | None = None) ->
 
 
 def _columns(
-    config: GRPOLossConfig, inputs: LossInputs, logps: Tensor, entropy: Tensor | None
+    config: GRPOLossConfig, constants: Tokens, logps: Tensor, entropy: Tensor | None
 ) -> dict[str, Tensor]:
     """The columns that follow from the loss, `[N]`, by their names and in their order."""
     backend = select_backend("auto", logps.device)
-    gradients = policy_loss_and_grads(config, inputs, logps, entropy, backend, grad=True)
+    gradients = policy_loss_and_grads(config, constants, logps, entropy, backend, grad=True)
     with torch.no_grad():
-        tokens = tokens_of(config, inputs, logps, entropy)
+        tokens = tokens_of(config, constants, logps, entropy)
         scale, chosen = surrogate_scale(config, tokens)
-        policy, kl = token_losses(config, inputs, tokens, scale)
-        values = token_values(config, inputs, tokens, None, None).means
-        parts = {"policy": inputs.weights * policy}
+        policy, kl = token_losses(config, tokens, scale)
+        values = token_values(config, tokens, None, None).means
+        parts = {"policy": tokens.weights * policy}
         if kl is not None:
-            parts["kl_loss"] = inputs.weights * kl
-        elif inputs.kl is not None and (slope := d_kl(config, inputs)) is not None:
-            parts["kl_loss"] = slope * inputs.kl
-        if inputs.ce_weights is not None:
-            parts["ce_loss"] = cross_entropy_terms(inputs.ce_weights, logps)
+            parts["kl_loss"] = tokens.weights * kl
+        elif tokens.kl is not None and (slope := d_kl(config, tokens)) is not None:
+            parts["kl_loss"] = slope * tokens.kl
+        if tokens.ce_weights is not None:
+            parts["ce_loss"] = cross_entropy_terms(tokens.ce_weights, logps)
         if config.entropy_coef and tokens.entropy is not None:
-            bonus, count = entropy_in_bonus(inputs, tokens.entropy, chosen)
+            bonus, count = entropy_in_bonus(tokens, chosen)
             parts["entropy_loss"] = -config.entropy_coef * bonus / count
     sampler, old = tokens.sampling_logps, tokens.old_logps
     columns = {
@@ -248,31 +248,31 @@ def _columns(
         "kl": values.get("kl"),
         "logp": logps,
         "entropy": entropy,
-        "advantage": inputs.advantages,
-        "weight": inputs.weights,
+        "advantage": constants.advantages,
+        "weight": tokens.weights,
         "importance_weight": tokens.importance_sampling_weights,
         "dropped": None if scale is None else scale == 0,
         "sampler_gap": None if sampler is None else old - sampler,
-        "log_ratio": None if inputs.old_logps is None else tokens.log_ratio,
+        "log_ratio": None if constants.old_logps is None else tokens.log_ratio,
     }
     return {name: x.float() for name, x in columns.items() if x is not None}
 
 
 def _to_cpu(
-    layout: Layout, inputs: LossInputs, columns: dict[str, Tensor], ids: Tensor | None, loss: Tensor
+    layout: Layout, constants: Tokens, columns: dict[str, Tensor], ids: Tensor | None, loss: Tensor
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor | None, float]:
     """The columns of the tokens that count, their sequences, positions and ids, and the loss."""
     index, sequences = torch.arange(layout.num_tokens, device=layout.device), layout.sequences
     sequence = torch.zeros_like(index)
     if sequences is not None:
         sequence = sequences.spread(torch.arange(sequences.count, device=layout.device))
-    shown = torch.ones_like(index) if inputs.mask is None else inputs.mask.long()
+    shown = torch.ones_like(index) if constants.unmasked is None else constants.unmasked.long()
     table = torch.stack([
         x if name in _OF_ALL else x.masked_fill(shown == 0, torch.nan)
         for name, x in columns.items()
     ])  # fmt: skip
-    if inputs.ce_weights is not None:
-        shown = shown | (inputs.ce_weights != 0)
+    if constants.ce_weights is not None:
+        shown = shown | (constants.ce_weights != 0)
     rows = [shown, sequence, index - torch.searchsorted(sequence, sequence)]
     whole = torch.stack(rows if ids is None else [*rows, ids]).cpu()
     numbers = torch.cat([table.flatten(), loss.detach().float().reshape(1)]).cpu()

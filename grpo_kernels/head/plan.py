@@ -290,7 +290,8 @@ def plan_head(
         sets = KeptSets(spec, support, ranks, every=entries, logsumexp=logsumexp)
         without_set = ~sets.tokens
         spec = replace(spec, mask=without_set if spec.mask is None else spec.mask & without_set)
-    spec = replace(spec, targets=local_ids)
+    if local_ids is not spec.targets:
+        spec = replace(spec, targets=local_ids)
     row_bytes = _row_bytes(spec, weight, grad_mode)
     rows = ranks.plan(spec, weight, spec.mask, with_grad, row_bytes)
     if grad_mode == GradMode.KEPT_EXPS and not rows.is_one_chunk_with_grad:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,7 +90,7 @@ class FusedHeadOutput(ModelOutput):
     logps: Tensor | None = None
     entropy: Tensor | None = None
     mask: Tensor | None = None
-    metrics: dict[str, Tensor] | None = None
+    metrics: Mapping[str, Tensor] | None = None
     ref_logps: Tensor | None = None
     kl: Tensor | None = None
     aux_loss: Tensor | None = None

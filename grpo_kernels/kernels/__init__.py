@@ -217,7 +217,7 @@ if TYPE_CHECKING:
         """The functions that every backend has, typed as those of `torch_backend`."""
 
         PAIRS: str  # the module with its operations on two models' logits
-        # None where autograd differentiates the objective; else `triton_policy_loss.policy_loss`.
+        # None where torch differentiates the objective; else `triton_policy_loss.policy_loss`.
         policy_loss: Callable[..., PolicyLossResult] | None
         token_stats = staticmethod(torch_backend.token_stats)
         logit_grads_ = staticmethod(torch_backend.logit_grads_)

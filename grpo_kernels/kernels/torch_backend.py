@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import Entries, LogitTransform, RowGrads, TokenStats
 
-# Autograd differentiates the objective.
+# A closed form of its own or autograd differentiates the objective.
 policy_loss = None
 PAIRS = ".pairs"
 

@@ -1,7 +1,8 @@
 """The GRPO loss from log-probs: ratio, clip, KL and masked mean, with their gradient.
 
 The formulas are in `objective.py` and `losses.py`. Value and gradient come from one kernel where
-there is one, else from autograd; the backward multiplies the gradient by the loss's.
+there is one, else from a closed form or autograd. The backward multiplies the gradient by the
+loss's.
 """
 
 from __future__ import annotations
@@ -15,14 +16,21 @@ from torch import Tensor
 from ..base.autograd import dtypes_of, eager_under_compile, refuse_double_backward, scaled_gradient
 from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten
 from ..base.layout import Layout
-from ..base.outputs import GRPOLossOutput
+from ..base.outputs import GRPOLossOutput, Metrics
 from ..kernels import Backend, PolicyLossResult, select_backend
 from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy
 from .inputs import check_entropy_given, loss_inputs
-from .metrics import loss_metrics
-from .objective import exact_kl, policy_objective, surrogate_scale, token_local, tokens_of
-from .tokens import LossInputs
+from .metrics import metrics_of_call
+from .objective import (
+    exact_kl,
+    objective_in_closed_form,
+    policy_objective,
+    surrogate_scale,
+    token_local,
+    tokens_of,
+)
+from .tokens import Tokens
 
 _KERNEL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -87,7 +95,7 @@ def grpo_loss(
     kernels = select_backend(backend, logps.device)
     checks = ValueChecks()
     layout = Layout.of("logps", logps, cu_seqlens, checks)
-    inputs = loss_inputs(
+    tokens = loss_inputs(
         config,
         layout,
         checks,
@@ -102,7 +110,7 @@ def grpo_loss(
     flat_logps = flatten(logps)
     banned = flat_logps.detach() == -torch.inf
     checks.add(
-        banned if inputs.mask is None else banned & inputs.mask,
+        banned if tokens.unmasked is None else banned & tokens.unmasked,
         "logps: expected more than -inf at unmasked positions; got tokens with probability 0: "
         "mask them",
     )
@@ -114,31 +122,31 @@ def grpo_loss(
             "entropy", entropy, shape=layout.shape, dtypes=HEAD_DTYPES, device=layout.device
         )
         flat_entropy = flatten(entropy)
-    loss, metrics = flat_loss(config, inputs, flat_logps, flat_entropy, kernels)
+    loss, metrics = flat_loss(config, tokens, flat_logps, flat_entropy, kernels)
     detached = None if entropy is None else entropy.detach().float()
     return GRPOLossOutput(loss, metrics, logps.detach().float(), detached)
 
 
 def flat_loss(
     config: GRPOLossConfig,
-    inputs: LossInputs,
+    tokens: Tokens,
     logps: Tensor,
     entropy: Tensor | None,
     backend: Backend,
     kl: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics]:
     """The differentiable loss of flat `logps [N]` and `entropy [N]`, and its metrics.
 
-    `kl [N]`: the exact one, where there is a reference.
+    `tokens`: the constants. `kl [N]`: the exact one, where there is a reference.
     """
     if kl is not None:
-        inputs = replace(inputs, kl=kl.detach())
+        tokens = replace(tokens, kl=kl.detach())
     loss, d_logps, d_entropy = _PolicyLoss.apply(
-        logps, entropy, kl, config, inputs, backend, torch.is_grad_enabled()
+        logps, entropy, kl, config, tokens, backend, torch.is_grad_enabled()
     )
     detached = None if entropy is None else entropy.detach().float()
-    metrics = loss_metrics(config, inputs, logps.detach().float(), detached, d_logps, d_entropy)
-    return loss, metrics
+    values = logps.detach().float(), detached, d_logps, d_entropy
+    return loss, metrics_of_call(config, tokens, *values)
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -149,7 +157,7 @@ class _PolicyLoss(torch.autograd.Function):
         entropy: Tensor | None,
         kl: Tensor | None,
         config: GRPOLossConfig,
-        inputs: LossInputs,
+        tokens: Tokens,
         backend: Backend,
         grad_enabled: bool,
     ) -> tuple[Tensor | None, ...]:
@@ -157,17 +165,15 @@ class _PolicyLoss(torch.autograd.Function):
         with torch.autocast(logps.device.type, enabled=False):
             entropy_float = None if entropy is None else entropy.float()
             policy = policy_loss_and_grads(
-                config, inputs, logps.float(), entropy_float, backend, grad=grad
+                config, tokens, logps.float(), entropy_float, backend, grad=grad
             )
         # Autograd may give back one element at stride 0, which cannot be scaled in place.
         stored = [None if x is None else x.contiguous() for x in policy[1:]]
-        by_kl = d_kl(config, inputs) if grad and kl is not None else None
+        by_kl = d_kl(config, tokens) if grad and kl is not None else None
         ctx.save_for_backward(*stored, by_kl)
         ctx.dtypes = dtypes_of(logps, entropy, kl)
-        # Copies, as the backward scales the saved ones in place.
-        shown = [None if x is None else x.clone() for x in stored]
-        ctx.mark_non_differentiable(*(x for x in shown if x is not None))
-        return policy.loss, *shown
+        ctx.mark_non_differentiable(*(x for x in stored if x is not None))
+        return policy.loss, *stored  # which the backward scales in place
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -179,14 +185,14 @@ class _PolicyLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None)
 
 
-def d_kl(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:
+def d_kl(config: GRPOLossConfig, tokens: Tokens) -> Tensor | None:
     """The gradient by the exact KL of each token, where the loss has one."""
-    return config.beta * inputs.weights if config.exact_kl else None
+    return config.beta * tokens.weights if config.exact_kl else None
 
 
 def policy_loss_and_grads(
     config: GRPOLossConfig,
-    inputs: LossInputs,
+    constants: Tokens,
     logps: Tensor,
     entropy: Tensor | None,
     backend: Backend,
@@ -197,34 +203,34 @@ def policy_loss_and_grads(
 
     The objective, and the cross-entropy term if there is one.
     """
-    is_local, kernel = token_local(config, inputs), backend.policy_loss
-    options = _kernel_options(config)
+    is_local, kernel = token_local(config, constants), backend.policy_loss
+    options = None if kernel is None else _kernel_options(config)
     if kernel is None or options is None or not is_local:
-        policy = _differentiated(config, inputs, logps, entropy, grad=grad, is_local=is_local)
+        policy = _by_definition(config, constants, logps, entropy, grad=grad, is_local=is_local)
     else:
         scale = None
         if config.scales_surrogate:
-            scale, _ = surrogate_scale(config, tokens_of(config, inputs, logps, entropy))
+            scale, _ = surrogate_scale(config, tokens_of(config, constants, logps, entropy))
         policy = kernel(
             logps,
             entropy,
-            advantages=inputs.advantages,
-            weights=inputs.weights,
-            count=inputs.count,
-            mask=inputs.mask,
-            old_logps=inputs.old_logps,
-            ref_logps=inputs.ref_logps,
+            advantages=constants.advantages,
+            weights=constants.weights,
+            count=constants.count,
+            mask=constants.unmasked,
+            old_logps=constants.old_logps,
+            ref_logps=constants.ref_logps,
             scale=scale,
             grad=grad,
             **options,
         )
         if config.exact_kl:
-            policy = policy._replace(loss=policy.loss + exact_kl(config, inputs))
-    if inputs.ce_weights is None:
+            policy = policy._replace(loss=policy.loss + exact_kl(config, constants))
+    if constants.ce_weights is None:
         return policy
     return policy._replace(
-        loss=policy.loss + cross_entropy(inputs.ce_weights, logps),
-        d_logps=None if policy.d_logps is None else policy.d_logps - inputs.ce_weights,
+        loss=policy.loss + cross_entropy(constants.ce_weights, logps),
+        d_logps=None if policy.d_logps is None else policy.d_logps - constants.ce_weights,
     )
 
 
@@ -244,23 +250,27 @@ def _kernel_options(config: GRPOLossConfig) -> dict[str, Any] | None:
     return options
 
 
-def _differentiated(
+def _by_definition(
     config: GRPOLossConfig,
-    inputs: LossInputs,
+    constants: Tokens,
     logps: Tensor,
     entropy: Tensor | None,
     *,
     grad: bool,
     is_local: bool,
 ) -> PolicyLossResult:
-    """The objective by its definition, differentiated by autograd."""
+    """The objective by its definition, differentiated in closed form or by autograd."""
     if not grad:
         with torch.no_grad():
-            return PolicyLossResult(policy_objective(config, inputs, logps, entropy), None, None)
+            tokens = tokens_of(config, constants, logps, entropy)
+            return PolicyLossResult(policy_objective(config, tokens), None, None)
+    leaves = [x.detach().requires_grad_() for x in (logps, entropy) if x is not None]
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (logps, entropy) if x is not None]
-        logps, entropy = leaves[0], leaves[1] if entropy is not None else None
-        loss = policy_objective(config, inputs, logps, entropy, stable_kl=True)
+        tokens = tokens_of(config, constants, leaves[0], None if entropy is None else leaves[1])
+        closed_form = objective_in_closed_form(config, tokens)
+        if closed_form is not None:
+            return PolicyLossResult(*closed_form, None)
+        loss = policy_objective(config, tokens, stable_kl=True)
         d_logps, *d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
     policy = PolicyLossResult(
         loss.detach(),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..base.checks import ValueChecks, check_number, check_tensor, scalar
 from ..base.layout import Layout
 from .config import GRPOLossConfig
-from .objective import LossInputs, aggregation_weights, with_known_weights
+from .objective import aggregation_weights, with_known_weights
+from .tokens import Tokens
 
 
 def loss_inputs(
@@ -22,7 +25,7 @@ def loss_inputs(
     dtype: torch.dtype = torch.float32,
     has_reference: bool = False,
     **constants: object,
-) -> LossInputs:
+) -> Tokens:
     """The constants of a policy loss, checked, flat, with the weight of every token.
 
     `mask` is flat. `constants` are `old_logps`, `ref_logps`, `sampling_logps` and `ce_weights`,
@@ -60,7 +63,9 @@ def loss_inputs(
         mask_float = mask.to(dtype)
     count = mask_float.sum()
     num_items = number_of_items(num_items, count, checks)
-    flat = {k: None if x is None else layout.flat(k, x, dtype) for k, x in constants.items()}
+    flat: dict[str, Any] = {
+        k: None if x is None else layout.flat(k, x, dtype) for k, x in constants.items()
+    }
     if (ce_weights := flat.get("ce_weights")) is not None:
         checks.add(~ce_weights.isfinite(), "ce_weights: expected finite numbers; got NaN or inf")
     flat_advantages = layout.flat_advantages(advantages, checks, dtype)
@@ -70,15 +75,15 @@ def loss_inputs(
         "advantages: expected finite numbers at unmasked positions; got NaN or inf: mask these "
         "tokens",
     )
-    inputs = LossInputs(
+    tokens = Tokens(
         advantages=flat_advantages,
         weights=aggregation_weights(config, mask_float, count, sequences, num_items),
         count=count,
-        mask=mask,
+        unmasked=mask,
         sequences=sequences,
         **flat,
     )
-    return with_known_weights(config, inputs)
+    return with_known_weights(config, tokens)
 
 
 def rows_of_loss(mask: Tensor | None, ce_weights: Tensor | None, hidden: Tensor) -> Tensor | None:

@@ -86,7 +86,7 @@ class Loss:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # What a class claims of its formula does not hold for one that overrides it.
-        claims = {"kernel", "token_local", "gradient_needs_advantage"}
+        claims = {"kernel", "closed_form", "token_local", "gradient_needs_advantage"}
         for base in cls.__mro__:
             claims -= vars(base).keys()
             if vars(base).keys() & {"per_token", "log_ratio", "clipped"}:
@@ -135,6 +135,10 @@ class Loss:
 
     def kernel(self) -> KernelOptions | None:
         """The arguments of the policy-loss kernel; None if it does not have this loss."""
+        return None
+
+    def closed_form(self, tokens: Tokens) -> tuple[Tensor, Tensor] | None:
+        """The loss of each token and its derivative by the log-prob; None: autograd's."""
         return None
 
     def name_of(self, method: str) -> str:
@@ -206,6 +210,14 @@ class Clip(Loss):
 
     def clipped(self, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
         return _cut_off(ratio, *self.bounds, tokens.advantages)
+
+    def closed_form(self, tokens: Tokens) -> tuple[Tensor, Tensor] | None:
+        if self.ratio_level == "sequence":
+            return None
+        x, d = self.per_token(tokens), tokens.log_ratio
+        # Where no bound holds, x is -r A and its own derivative; elsewhere it is a constant.
+        flows = (x == -tokens.advantages * bounded_exp(d)) & (d <= MAX_LOG_RATIO)
+        return x, torch.where(flows, x, 0.0)
 
     def kernel(self) -> KernelOptions:
         return KernelOptions("clip", *self.bounds, self.delta, self.dual_clip)
@@ -380,6 +392,12 @@ LOSSES: dict[str, tuple[type[Loss], dict[str, Any]]] = {
     "dppo_kl": (DppoKL, {}),
 }  # fmt: skip
 LOSS_TYPES = tuple(LOSSES)
+_CLASSES = {cls for cls, _ in LOSSES.values()}
+
+
+def is_own(loss: Loss) -> bool:
+    """True for a loss of the user's own, whose results are checked."""
+    return type(loss) not in _CLASSES
 
 
 def flat_fields(name: str) -> dict[str, Field[Any]]:

@@ -6,16 +6,19 @@ shares, which every loss has, are 0 where nothing is clipped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base.outputs import Metrics
 from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy_metrics
-from .losses import Loss, per_token_values
+from .losses import Loss, is_own, per_token_values
 from .objective import high_entropy_mask, kl_terms, off_policy_mask, tokens_of
-from .tokens import LossInputs, Tokens
+from .tokens import Tokens
 
 # Names that no loss may give a metric of its own: those of the calls and of the trainer's rows.
 TAKEN = frozenset({
@@ -58,9 +61,36 @@ class _TokenValues:
 
 
 @torch.no_grad()
+def metrics_of_call(
+    config: GRPOLossConfig,
+    constants: Tokens,
+    logps: Tensor,
+    entropy: Tensor | None,
+    d_logps: Tensor | None,
+    d_entropy: Tensor | None,
+) -> Metrics:
+    """The `loss_metrics` of a call, computed when they are read.
+
+    Those of a user's own loss are computed at once: they check what it returns.
+    """
+    # Copies, as the caller may change its tensors and those of the result in place.
+    new = {"logps": logps, "entropy": entropy, "d_logps": d_logps, "d_entropy": d_entropy}
+    each = constants.per_token() | {name: x for name, x in new.items() if x is not None}
+    copies: dict[str, Any] = _by_name(each, torch.stack([*each.values()]))
+    values = [copies.pop(name, None) for name in new]
+    unmasked = constants.unmasked
+    constants = replace(
+        constants, **copies, unmasked=None if unmasked is None else unmasked.clone()
+    )
+
+    compute = partial(loss_metrics, config, constants, *values)
+    return Metrics(compute() if is_own(config.loss) else compute)
+
+
+@torch.no_grad()
 def loss_metrics(
     config: GRPOLossConfig,
-    inputs: LossInputs,
+    constants: Tokens,
     logps: Tensor,
     entropy: Tensor | None,
     d_logps: Tensor | None,
@@ -70,9 +100,9 @@ def loss_metrics(
 
     `d_logps`, `d_entropy [N]`: the gradient of the loss; None where there is none.
     """
-    tokens = tokens_of(config, inputs, logps, entropy)
-    values = token_values(config, inputs, tokens, d_logps, d_entropy)
-    rows, masked = values.means, None if inputs.mask is None else ~inputs.mask
+    tokens = tokens_of(config, constants, logps, entropy)
+    values = token_values(config, tokens, d_logps, d_entropy)
+    rows, masked = values.means, None if tokens.unmasked is None else ~tokens.unmasked
     maxima = _by_name(values.maxima, _largest(_stack(values.maxima), masked))
     # Relative to the largest, so that no square overflows.
     tiny = torch.finfo(torch.float32).tiny
@@ -84,7 +114,7 @@ def loss_metrics(
     if masked is not None:
         table.masked_fill_(masked, 0.0)
     sums = table if sequences is None else sequences.sum(table)
-    means = _by_name(rows, sums.sum(1) / inputs.count.clamp(min=1))
+    means = _by_name(rows, sums.sum(1) / tokens.count.clamp(min=1))
     clips: dict[str, Tensor] = {}
     if sequences is not None and (values.sequence_means or values.two_bounds):
         lengths = sequences.sum(tokens.mask)
@@ -99,31 +129,27 @@ def loss_metrics(
         clips |= _clip_ratios(means)
     scored, ratio, square = (means.pop(name, None) for name in (_SCORED, _RATIO, _SQUARE))
     assert ratio is not None and square is not None
-    metrics = {"tokens": inputs.count, **maxima, **means}
+    metrics = {"tokens": tokens.count, **maxima, **means}
     metrics["ess"] = ratio.square() / square.clamp(min=tiny)
     if scored is not None:
         metrics[f"{_DIFFERENCE}/mean"] /= scored.clamp(min=tiny)
     if f"{_WEIGHT}/min" in metrics:
         metrics[f"{_WEIGHT}/min"] = -metrics[f"{_WEIGHT}/min"]
-    if inputs.ce_weights is not None:
-        metrics |= cross_entropy_metrics(inputs.ce_weights, logps)
+    if tokens.ce_weights is not None:
+        metrics |= cross_entropy_metrics(tokens.ce_weights, logps)
     return metrics | clips
 
 
 def token_values(
-    config: GRPOLossConfig,
-    inputs: LossInputs,
-    tokens: Tokens,
-    d_logps: Tensor | None,
-    d_entropy: Tensor | None,
+    config: GRPOLossConfig, tokens: Tokens, d_logps: Tensor | None, d_entropy: Tensor | None
 ) -> _TokenValues:
     """The values that the metrics are means and maxima of."""
     loss, values = config.loss, _TokenValues()
     log_ratio = per_token_values(loss.name_of("log_ratio()"), loss.log_ratio(tokens), tokens)
     ratio = log_ratio.exp()
     values.add("ratio_mean", ratio, largest="ratio_max")
-    if inputs.kl is not None:
-        values.add("kl", inputs.kl, largest="kl_max")
+    if tokens.kl is not None:
+        values.add("kl", tokens.kl, largest="kl_max")
     elif tokens.ref_logps is not None:
         values.add("kl", kl_terms(config, tokens, log_ratio), largest="kl_max")
     if tokens.entropy is not None:

@@ -1,8 +1,8 @@
 """The objective: losses, corrections, KL and averages, defined once.
 
 Every path of the library computes this definition: the reference in float64, `grpo_loss` and the
-torch backend by differentiating it, the Triton policy-loss kernel by a hand-written copy of a part
-of it that tests hold to it.
+torch backend by differentiating it, with autograd or a closed form, the Triton policy-loss kernel
+by a hand-written copy of a part of it that tests hold to it.
 
 With log-prob l, old log-prob l_old (l itself, detached, when absent), reference log-prob l_ref,
 the sampler's log-prob l_roll, advantage A and mask m of a token; L the unmasked tokens of its
@@ -36,64 +36,63 @@ from torch import Tensor
 
 from ..base.sequences import Sequences, masked_quantile
 from .config import TOKEN_MEANS, GRPOLossConfig
-from .losses import Loss, per_token_values
-from .tokens import (
-    MAX_LOG_RATIO,
-    LossInputs,
-    Tokens,
-    binary_kl,
-    bounded_exp,
-    select,
-    total_variation,
-)
+from .losses import Loss, is_own, per_token_values
+from .tokens import MAX_LOG_RATIO, Tokens, binary_kl, bounded_exp, select, total_variation
 
 _KL_LOG_RATIO = 20.0
 
 
-def policy_objective(
-    config: GRPOLossConfig,
-    inputs: LossInputs,
-    logps: Tensor,
-    entropy: Tensor | None,
-    *,
-    stable_kl: bool = False,
-) -> Tensor:
-    """The objective over `logps [N]` and `entropy [N]`, a differentiable scalar.
+def policy_objective(config: GRPOLossConfig, tokens: Tokens, *, stable_kl: bool = False) -> Tensor:
+    """The objective over `tokens` (`tokens_of`), a differentiable scalar.
 
     All tensors share one dtype, float32 or float64. Over chunks of tokens it is additive, if the
     objective is token-local. `stable_kl` takes the derivative of the KL times the ratio in closed
     form: autograd's, in float32, cancels.
     """
-    tokens = tokens_of(config, inputs, logps, entropy)
     scale, chosen = surrogate_scale(config, tokens)
-    per_token, kl = token_losses(config, inputs, tokens, scale, stable_kl=stable_kl)
+    per_token, kl = token_losses(config, tokens, scale, stable_kl=stable_kl)
     if kl is not None:
         per_token = per_token + kl
-    loss = (inputs.weights * per_token).sum()
+    loss = (tokens.weights * per_token).sum()
     if config.exact_kl:
-        loss = loss + exact_kl(config, inputs)
+        loss = loss + exact_kl(config, tokens)
     if config.entropy_coef and tokens.entropy is not None:
-        entropy, count = entropy_in_bonus(inputs, tokens.entropy, chosen)
+        entropy, count = entropy_in_bonus(tokens, chosen)
         loss = loss - config.entropy_coef * entropy.sum() / count
     return loss
 
 
+@torch.no_grad()
+def objective_in_closed_form(
+    config: GRPOLossConfig, tokens: Tokens
+) -> tuple[Tensor, Tensor] | None:
+    """The objective and its gradient by the log-probs, `[N]`, without autograd.
+
+    None where the loss of a token has no closed form, or another term has a gradient.
+    """
+    if config.entropy_coef or (config.beta and not config.exact_kl):
+        return None
+    closed_form = config.loss.closed_form(tokens)
+    if closed_form is None:
+        return None
+    scale, _ = surrogate_scale(config, tokens)
+    weights = tokens.weights if scale is None else tokens.weights * scale
+    per_token, d_logps = (weights * x for x in closed_form)
+    loss = per_token.sum()
+    return loss + exact_kl(config, tokens) if config.exact_kl else loss, d_logps
+
+
 def token_losses(
-    config: GRPOLossConfig,
-    inputs: LossInputs,
-    tokens: Tokens,
-    scale: Tensor | None,
-    *,
-    stable_kl: bool = False,
+    config: GRPOLossConfig, tokens: Tokens, scale: Tensor | None, *, stable_kl: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """`s_i * x_i` and `beta * KL_i` of each token, `[N]`, which its weight then multiplies.
 
     `scale`: s of `surrogate_scale`. No KL (None) where the loss has no estimate of one.
     """
     per_token = _loss_of_tokens(config.loss, tokens)
-    if inputs.mask is not None:
+    if tokens.unmasked is not None:
         # Masked tokens may come back as anything, NaN included.
-        per_token = torch.where(inputs.mask, per_token, 0.0)
+        per_token = torch.where(tokens.unmasked, per_token, 0.0)
     if scale is not None:
         per_token = per_token * scale
     if not config.beta or config.exact_kl:
@@ -102,37 +101,38 @@ def token_losses(
     return per_token, config.beta * kl(config, tokens, config.loss.log_ratio(tokens))
 
 
-def entropy_in_bonus(
-    inputs: LossInputs, entropy: Tensor, chosen: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def entropy_in_bonus(tokens: Tokens, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
     """The entropies `[N]` that the bonus averages, 0 elsewhere, and their number, at least 1.
 
     `chosen`: the high-entropy mask of `surrogate_scale`; None: all tokens.
     """
+    assert tokens.entropy is not None
     if chosen is None:
-        return entropy, inputs.count.clamp(min=1)
-    return select(chosen, entropy), chosen.sum().clamp(min=1)
+        return tokens.entropy, tokens.count.clamp(min=1)
+    return select(chosen, tokens.entropy), chosen.sum().clamp(min=1)
 
 
 def tokens_of(
-    config: GRPOLossConfig, inputs: LossInputs, logps: Tensor, entropy: Tensor | None
+    config: GRPOLossConfig, constants: Tokens, logps: Tensor, entropy: Tensor | None
 ) -> Tokens:
     """The tokens as a loss sees them, with their importance sampling weights."""
-    tokens = Tokens.of(inputs, logps, entropy)
-    if config.is_correction == "none" or inputs.importance_sampling_weights is not None:
+    tokens = constants.with_logps(logps, entropy)
+    if config.is_correction == "none" or tokens.importance_sampling_weights is not None:
         return tokens
     weights = importance_sampling_weights(config, tokens)
     return replace(tokens, importance_sampling_weights=weights)
 
 
-def token_local(config: GRPOLossConfig, inputs: LossInputs) -> bool:
-    """True if a token's gradient follows from that token and these inputs alone."""
-    reason = config.why_two_passes(has_old_logps=inputs.old_logps is not None)
+def token_local(config: GRPOLossConfig, constants: Tokens) -> bool:
+    """True if a token's gradient follows from that token and these constants alone."""
+    reason = config.why_two_passes(has_old_logps=constants.old_logps is not None)
     return reason is None
 
 
 def _loss_of_tokens(loss: Loss, tokens: Tokens) -> Tensor:
-    """The loss of each token, `[N]`; checked, as it may be the user's own."""
+    """The loss of each token, `[N]`; checked if it is the user's own."""
+    if not is_own(loss):
+        return loss.per_token(tokens)
     if loss.why_two_passes is None:
         tokens = replace(tokens, sequences=None, is_token_local=True)
     name = loss.name_of("per_token()")
@@ -202,12 +202,12 @@ def importance_sampling_weights(config: GRPOLossConfig, tokens: Tokens) -> Tenso
     return w.masked_fill((gate < low) | (gate > high), 0.0)
 
 
-def with_known_weights(config: GRPOLossConfig, inputs: LossInputs) -> LossInputs:
-    """`inputs` with the importance sampling weights, where old log-probs make them constants."""
-    if config.is_correction == "none" or inputs.old_logps is None:
-        return inputs
-    tokens = tokens_of(config, inputs, inputs.old_logps, None)
-    return replace(inputs, importance_sampling_weights=tokens.importance_sampling_weights)
+def with_known_weights(config: GRPOLossConfig, constants: Tokens) -> Tokens:
+    """The constants with the importance sampling weights, where old log-probs make them known."""
+    if config.is_correction == "none" or constants.old_logps is None:
+        return constants
+    tokens = tokens_of(config, constants, constants.old_logps, None)
+    return replace(constants, importance_sampling_weights=tokens.importance_sampling_weights)
 
 
 def kl_terms(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tensor:
@@ -217,10 +217,10 @@ def kl_terms(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tenso
     return kl * log_ratio.exp() if config.use_bias_correction_kl else kl
 
 
-def exact_kl(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
+def exact_kl(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
     """Term of the exact KL in the loss; its gradient by a token's KL is `beta` times its weight."""
-    assert inputs.kl is not None
-    return config.beta * (inputs.weights * inputs.kl).sum()
+    assert tokens.kl is not None
+    return config.beta * (tokens.weights * tokens.kl).sum()
 
 
 def kl_terms_in_closed_form(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,66 +14,84 @@ from ..base.sequences import Sequences
 
 # Largest log-ratio: e^80 is far beyond any use, and still no infinity that 0 turns into NaN.
 MAX_LOG_RATIO = 80.0
+_LATER: Any = None  # comes with the log-probs
 
 
 @dataclass(frozen=True)
-class LossInputs:
-    """The constants of a policy loss, flat `[N]`: all that is known before the log-probs are.
+class Tokens:
+    """The tokens of a loss, flat `[N]`: constants first, then with their log-probs.
 
-    Values at masked tokens are never used.
+    A loss sees them with log-probs, and with zeros where the mask is 0. `logps` and `entropy` then
+    carry gradients; the rest are constants.
 
     Attributes:
         weights: the weight w of each token in the loss (`objective.py`).
         count: the number of unmasked tokens, 0-d.
-        mask: bool; None: every token counts.
-        importance_sampling_weights: of `is_correction`; None if they need the log-probs.
+        unmasked: bool; None: every token counts.
+        old_logps: None where none were given; a loss then sees `logps`, detached.
+        importance_sampling_weights: of `is_correction`; None until all that they need is known.
         ce_weights: of the cross-entropy term (`cross_entropy.py`), at masked tokens too.
         kl: the exact KL of each token, which comes with the log-probs.
+        entropy: None where `grpo_loss` was given none.
+        is_token_local: seen by a loss that says so: there are no sequences.
     """
 
     advantages: Tensor
     weights: Tensor
     count: Tensor
-    mask: Tensor | None = None
-    old_logps: Tensor | None = None
+    unmasked: Tensor | None = None
+    old_logps: Tensor = _LATER
     ref_logps: Tensor | None = None
     sampling_logps: Tensor | None = None
     importance_sampling_weights: Tensor | None = None
     sequences: Sequences | None = None
     ce_weights: Tensor | None = None
     kl: Tensor | None = None
+    logps: Tensor = _LATER
+    entropy: Tensor | None = None
+    is_token_local: bool = False
 
-    def at(self, rows: Tensor | slice) -> LossInputs:
-        """The tokens of `rows`, masked only with a cross-entropy; sequences are not told apart."""
+    def per_token(self) -> dict[str, Any]:
+        """The constants with a number per token, by name."""
         names = (
             "advantages", "weights", "old_logps", "ref_logps", "sampling_logps",
             "importance_sampling_weights", "ce_weights", "kl",
         )  # fmt: skip
-        values = {name: x[rows] for name in names if (x := getattr(self, name)) is not None}
-        has_masked = self.ce_weights is not None
-        mask = self.mask[rows] if has_masked and self.mask is not None else None
-        return replace(self, **values, mask=mask, sequences=None)
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
 
+    def at(self, rows: Tensor | slice) -> Tokens:
+        """The constants of `rows`, masked only with a cross-entropy, without sequences."""
+        values = {name: x[rows] for name, x in self.per_token().items()}
+        unmasked = None if self.ce_weights is None else self.unmasked
+        unmasked = None if unmasked is None else unmasked[rows]
+        return replace(self, **values, unmasked=unmasked, sequences=None)
 
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens as a loss sees them: flat `[N]`, with zeros where the mask is 0.
+    def with_logps(self, logps: Tensor, entropy: Tensor | None) -> Tokens:
+        """The tokens as a loss sees them."""
+        clean = self._clean
+        logps = clean(logps)
+        return replace(
+            self,
+            logps=logps,
+            entropy=clean(entropy),
+            old_logps=logps.detach() if self.old_logps is None else clean(self.old_logps),
+            advantages=clean(self.advantages),
+            ref_logps=clean(self.ref_logps),
+            sampling_logps=clean(self.sampling_logps),
+        )
 
-    `logps` and `entropy` carry gradients, the rest are constants. `old_logps` is `logps`, detached,
-    where none were given; `mask` is 0 and 1 in the dtype of `logps`; `entropy` is None where
-    `grpo_loss` was given none; `importance_sampling_weights` are those of `is_correction`.
-    """
+    def _clean(self, x: Any) -> Any:
+        """The values with zeros where the mask is 0; None stays."""
+        # Select before any exp: a masked token may hold anything, and inf * 0 is NaN.
+        if x is None or self.unmasked is None:
+            return x
+        return torch.where(self.unmasked, x, 0.0)
 
-    logps: Tensor
-    old_logps: Tensor
-    advantages: Tensor
-    mask: Tensor
-    entropy: Tensor | None = None
-    ref_logps: Tensor | None = None
-    sampling_logps: Tensor | None = None
-    importance_sampling_weights: Tensor | None = None
-    sequences: Sequences | None = None
-    is_token_local: bool = False  # seen by a loss that says so: there are no sequences
+    @cached_property
+    def mask(self) -> Tensor:
+        """The mask as 0 and 1, in the dtype of the log-probs."""
+        x = self.advantages
+        return torch.ones_like(x) if self.unmasked is None else self.unmasked.to(x.dtype)
 
     @property
     def log_ratio(self) -> Tensor:
@@ -87,12 +106,12 @@ class Tokens:
     def sequence_sum(self, x: Tensor) -> Tensor:
         """The sum of `x [N]` over the unmasked tokens of each token's sequence, `[N]`."""
         sequences = self._known_sequences()
-        return sequences.spread(sequences.sum(select(self.mask, x)))
+        return sequences.spread(sequences.sum(self._clean(x)))
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """The mean of `x [N]` over the unmasked tokens of each token's sequence, `[N]`."""
         sequences = self._known_sequences()
-        return sequences.spread(sequences.sum(select(self.mask, x)) / self._lengths)
+        return sequences.spread(sequences.sum(self._clean(x)) / self._lengths)
 
     @cached_property
     def _lengths(self) -> Tensor:
@@ -110,31 +129,6 @@ class Tokens:
                 "pass cu_seqlens [B + 1]"
             )
         return self.sequences
-
-    @staticmethod
-    def of(inputs: LossInputs, logps: Tensor, entropy: Tensor | None) -> Tokens:
-        """The tokens of `inputs` with their log-probs and entropy."""
-        # Select before any exp: a masked token may hold anything, and inf * 0 is NaN.
-        mask = inputs.mask
-
-        def clean(x: Tensor) -> Tensor:
-            return x if mask is None else torch.where(mask, x, 0.0)
-
-        def clean_given(x: Tensor | None) -> Tensor | None:
-            return None if x is None else clean(x)
-
-        logps = clean(logps)
-        return Tokens(
-            logps=logps,
-            old_logps=logps.detach() if inputs.old_logps is None else clean(inputs.old_logps),
-            advantages=clean(inputs.advantages),
-            mask=torch.ones_like(logps) if mask is None else mask.to(logps.dtype),
-            entropy=clean_given(entropy),
-            ref_logps=clean_given(inputs.ref_logps),
-            sampling_logps=clean_given(inputs.sampling_logps),
-            importance_sampling_weights=inputs.importance_sampling_weights,
-            sequences=inputs.sequences,
-        )
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

@@ -252,7 +252,7 @@ class Trainer:
         per_token = {"logps": zeros, "entropy": zeros.clone()}
         if self.config.loss_config().exact_kl:
             per_token["kl"] = zeros.clone()
-        losses, parts = list[Tensor](), list[dict[str, Tensor]]()
+        losses, parts = list[Tensor](), list[Mapping[str, Tensor]]()
 
         def forward(part: Sequence[int]) -> Tensor:
             batch, where = samples.batch(part, self.scorer.pad_id)

@@ -273,7 +273,7 @@ def run_fused(
     )  # fmt: skip
     (scale * out.loss).backward()
     gradients = {k: None if x.grad is None else x.grad.double() / scale for k, x in leaves.items()}
-    return Result(out.loss.detach(), out.metrics, out.logps, gradients)
+    return Result(out.loss.detach(), dict(out.metrics), out.logps, gradients)
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:

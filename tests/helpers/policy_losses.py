@@ -11,8 +11,8 @@ from torch import Tensor
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.kernels import LogitTransform, PolicyLossResult
 from grpo_kernels.loss.losses import Cispo, Clip, Loss
-from grpo_kernels.loss.objective import policy_objective
-from grpo_kernels.loss.tokens import LossInputs
+from grpo_kernels.loss.objective import policy_objective, tokens_of
+from grpo_kernels.loss.tokens import Tokens
 
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -72,10 +72,11 @@ def exact_policy_loss(
         is_correction="none" if scale is None else "token_truncate",
     )
     tensors = {k: x if x.dtype == torch.bool else x.double() for k, x in tensors.items()}
-    inputs = LossInputs(
-        **tensors, importance_sampling_weights=None if scale is None else scale.double()
-    )
+    unmasked = tensors.pop("mask", None)
+    weights = None if scale is None else scale.double()
+    constants = Tokens(**tensors, unmasked=unmasked, importance_sampling_weights=weights)
     leaves = [x.double().requires_grad_() for x in (logps, entropy) if x is not None]
-    total = policy_objective(cfg, inputs, leaves[0], leaves[1] if len(leaves) > 1 else None)
+    tokens = tokens_of(cfg, constants, leaves[0], leaves[1] if len(leaves) > 1 else None)
+    total = policy_objective(cfg, tokens)
     d = torch.autograd.grad(total, leaves, materialize_grads=True)
     return PolicyLossResult(total.detach(), d[0], d[1] if len(d) > 1 and entropy_coef else None)

@@ -85,7 +85,7 @@ head/shards.py: ranks/test_vocab_parallel
 base/sequences.py: ranks/test_sequences
     _GatherTokens.forward: sum(sizes[: group.rank()]) -> 0
 loss/tokens.py: test_objective test_pairs
-    Tokens.of.clean: x if mask is None else torch.where(mask, x, 0.0) -> x
+    Tokens._clean: torch.where(self.unmasked, x, 0.0) -> x
 loss/losses.py: test_objective
     Clip.per_token: clamp(*self.bounds) -> clamp(max=self.bounds[1])
     Loss.log_ratio: log_ratio.detach() -> log_ratio
