@@ -165,8 +165,8 @@ def _sum(x, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr):
 # X is the gradient of the raw logits by l, but for a factor per row (`row_factors`).
 #
 # Numerics: beside a target that has nearly all, neither S nor z_y - lse has digits of the others.
-# The sum without it does, and l and 1 - p = -expm1(l) are right to 1e-5 at any margin, with the
-# hardware's approximations. The target's block comes last, with the rest, so that no other one
+# The sum without it does: l and 1 - p = -expm1(l) are right to 2e-5 at any margin, with a GPU's
+# approximations at their bound. The target's block comes last, with the rest, so that no other one
 # looks for it. Any anchor will do that is not far below the row's maximum: the larger of the
 # target's logit and the first block's. Sums are kept per lane and reduced once, after the loop,
 # together with the maximum; where that is out of the anchor's reach, the program sweeps its row
