@@ -71,8 +71,15 @@ def selective_log_softmax(
     logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0
 ) -> Tensor:
     """`log_softmax(logits / temperature)` at the targets."""
-    log_p = (logits / _last_dim(temperature, logits)).log_softmax(-1)
+    log_p = _log_softmax(logits / _last_dim(temperature, logits))
     return log_p.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """`logits.log_softmax(-1)`, whose largest entry keeps the digits of 1 - p."""
+    peak, place = logits.max(-1, keepdim=True)
+    others = (logits - peak).exp().scatter(-1, place, 0.0).sum(-1, keepdim=True)
+    return logits.log_softmax(-1).scatter(-1, place, -others.log1p())
 
 
 def kept_entries(support: Support, active: Tensor, V: int) -> Tensor:
@@ -109,7 +116,7 @@ def linear_logprobs(
     if support is not None:
         in_set = kept_entries(support, active, logits.shape[-1])
         logits = logits.masked_fill(~in_set, -torch.inf)
-    log_p = logits.log_softmax(-1)
+    log_p = _log_softmax(logits)
     logps = log_p.gather(-1, each).masked_fill(~active.unsqueeze(-1), 0.0)
     # p log p is 0 where p is: an entry of logit -inf adds nothing.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)

@@ -1,8 +1,9 @@
-"""Logits as the model's head has them: rounded to its dtype; -inf where a bias bans an entry."""
+"""Logits as the model's head has them: rounded, banned by a bias of -inf, sure of their targets."""
 
 import pytest
 import torch
 
+import grpo_kernels
 from grpo_kernels import (
     Execution,
     GRPOLossConfig,
@@ -11,6 +12,7 @@ from grpo_kernels import (
     Support,
     fused_grpo_loss,
     linear_logprobs,
+    reference,
 )
 from tests.helpers.batches import config, exact_batch, make_batch, relative_error, run_fused
 from tests.helpers.half_gemms import imitate
@@ -204,3 +206,94 @@ def test_a_banned_entry_beside_the_target(call, softcap):
     assert (values[1][0] == -torch.inf).sum() == {"targets": 0, "several": 4, "entries": 2}[call]
     for truth, x in zip(*gradients, strict=True):
         assert truth.norm() > 0 and relative_error(x, truth) <= 1e-5
+
+
+# A token's nats above all other ids together, in any block of the columns.
+MARGINS = {0: 10, 2047: 5, 2048: 16, 4095: 60, 4096: 30, 5002: 20, 700: 40}
+SURE_CALLS = (
+    "one pass", "two sweeps", "batch_invariant", "two passes", "several targets", "kept sets",
+    "selective_log_softmax",
+)  # fmt: skip
+
+
+def sure_tokens(dtype=torch.float32, V=5003):
+    """Weights `[V, N]` with the logits of a token in each column, and the targets.
+
+    Then, in float64 and from sums without the target: log p, 1 - p, the entropy, and the gradient
+    of the logits `[V, N]` by log p / (1 - p), which is 1 at the targets.
+    """
+    g = torch.Generator().manual_seed(0)
+    targets, tokens = torch.tensor(list(MARGINS)) % V, torch.arange(len(MARGINS))
+    z = torch.randn(V, len(MARGINS), generator=g, dtype=torch.float64)
+    z[targets, tokens] = -torch.inf
+    z[targets, tokens] = z.logsumexp(0) + torch.tensor(list(MARGINS.values()))
+    z = z.to(dtype)
+    below = z.double() - z.double()[targets, tokens]
+    others = below.exp().index_put((targets, tokens), torch.zeros((), dtype=torch.float64))
+    odds = others.sum(0)
+    logps, rest = -odds.log1p(), odds / (1 + odds)
+    entropy = -(others * (below + logps)).sum(0) / (1 + odds) - logps / (1 + odds)
+    grads = (-others / odds).index_put((targets, tokens), torch.ones((), dtype=torch.float64))
+    return z, targets, logps, rest, entropy, grads
+
+
+def score_sure(call, hidden, head, targets, d, execution=None):
+    """Log-probs and entropy, after the backward of the sum of d times the first.
+
+    Without `execution` they are those of the reference.
+    """
+    package, how = reference, {}
+    if execution is not None:
+        package, how = grpo_kernels, {"execution": execution}
+    if call in ("one pass", "two sweeps", "batch_invariant"):
+        cfg = GRPOLossConfig(entropy_coef=1e-30 * (call == "two sweeps"))
+        out = package.fused_grpo_loss(hidden, head, targets, -d, num_items=1.0, config=cfg, **how)
+        out.loss.backward()
+        return out.logps, out.entropy
+    if call == "selective_log_softmax":
+        how = {} if execution is None else {"backend": execution.backend}
+        logps, entropy = package.selective_log_softmax(hidden @ head.weight.T, targets, **how), None
+    else:
+        V, N = head.weight.shape
+        if execution is not None:
+            how["entropy"] = True
+        if call == "several targets":
+            targets = torch.stack([(targets - 2).abs(), targets, (targets - 7).abs()], 1)
+        if call == "kept sets":
+            how["support"] = Support(torch.arange(V).repeat(N), torch.arange(N + 1) * V)
+        logps, entropy, _ = package.linear_logprobs(hidden, head, targets, **how)
+        logps = logps[:, 1] if call == "several targets" else logps
+    (d * logps).sum().backward()
+    return logps, entropy
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), (
+        ("reference", torch.float64), ("torch", torch.float32), ("torch", torch.bfloat16),
+        ("triton", torch.float32),
+        pytest.param("triton", torch.bfloat16, marks=pytest.mark.compiled),
+    ),
+    ids=lambda x: x if isinstance(x, str) else str(x)[6:],
+)  # fmt: skip
+@pytest.mark.parametrize("call", SURE_CALLS)
+def test_log_p_and_1_minus_p_keep_their_digits_at_any_margin(call, backend, dtype, monkeypatch):
+    V = 200 if call == "kept sets" else 5003
+    z, targets, logps, rest, entropy, grads = sure_tokens(dtype, V)
+    hidden, weight = torch.eye(len(targets), dtype=dtype).requires_grad_(), z.clone()
+    args = call, hidden, LMHead(weight.requires_grad_()), targets, 1 / rest.to(z.dtype)
+    # A GPU's approximations are off by 2e-5, and gradients in bf16 are rounded three times.
+    tolerance = grad_tolerance = 5e-5
+    if dtype == torch.bfloat16:
+        imitate(monkeypatch, dtype)
+        grad_tolerance = 1.2e-2
+    if backend == "reference":
+        (actual, actual_entropy), tolerance, grad_tolerance = score_sure(*args), 1e-12, 1e-12
+    else:
+        how = Execution(backend=backend, batch_invariant=call == "batch_invariant")
+        actual, actual_entropy = score_sure(*args, how)
+    assert (actual.double() / logps - 1).abs().max() <= tolerance
+    if actual_entropy is not None:
+        assert (actual_entropy.double() / entropy - 1).abs().max() <= tolerance
+    for x, truth in ((weight.grad.T, grads.T), (hidden.grad, grads.T @ z.double())):
+        errors = (x.double() - truth).norm(dim=1) / truth.norm(dim=1)
+        assert errors.max() <= grad_tolerance

@@ -5,8 +5,8 @@
 
 with g, e and q the gradients of l, E and lse. Plain PyTorch: an entry is few bytes here and a row
 of W elsewhere, so that nothing is to be gained by a kernel. Sums are taken in float64, where a
-device has it, each in one order: 1 - p of an entry that has nearly all, and G - g beside it, keep
-their digits.
+device has it, each in one order: G - g beside an entry that has nearly all keeps its digits, and so
+does 1 - p, as S' is summed without that entry.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ class RowsLogSoftmax(torch.autograd.Function):
         peak = torch.segment_reduce(z, "max", offsets=offsets, initial=-torch.inf, unsafe=True)
         peak = widened(peak.masked_fill(peak == -torch.inf, 0.0))
         shifted = widened(z) - peak[tokens]
-        log_total = row_sums(shifted.exp(), offsets)
-        log_total = log_total.masked_fill(offsets.diff() == 0, 1.0).log()
+        # log(1 + S'), S' without one of the largest entries, beside which it would lose its digits.
+        is_peak = shifted == 0
+        rest = row_sums(shifted.exp().masked_fill_(is_peak, 0.0), offsets)
+        log_total = rest + (row_sums(widened(is_peak), offsets) - 1)
+        log_total = log_total.masked_fill_(offsets.diff() == 0, 0.0).log1p()
         log_p = shifted - log_total[tokens]
         entropy = -row_sums(log_p.exp() * log_p.clamp(min=-1e4), offsets)
         return log_p.to(z.dtype), entropy.to(z.dtype), (peak + log_total).to(z.dtype)

@@ -4,9 +4,10 @@ With g_k the gradient of l_k = z_{y_k} - lse, G their sum, e and q those of entr
 
     dL/dz_j = sum over k with y_k = j of g_k  -  p_j (G - q + e (z_j - lse + E))
 
-The sweep and the GEMMs are those of one target. The K logits of a row are picked from it while it
-is there; in the gradient their K entries are set again, each from all targets that are its id, so
-that it is rounded once and no order of a sum matters.
+The sweep and the GEMMs are those of one target, the likeliest of a row's K, t: only its own
+probability can be nearly 1, so that l_t + (z_k - z_t) loses no digits of any l_k. The K logits are
+picked from the row while it is there; in the gradient their K entries are set again, each from all
+targets that are its id, so that it is rounded once and no order of a sum matters.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..base.sequences import widened
 from ..kernels import RowGrads, StatGrads, TokenStats
 from .chunked_head import TargetReadout
 from .row_plan import Chunk
@@ -28,8 +30,8 @@ class MultiTargetReadout(TargetReadout):
     def select(self, chunk: Chunk) -> None:
         super().select(chunk)
         self.ids = self.targets
-        # The first of them is the one that kernels know of.
-        self.targets = self.ids[:, 0].contiguous()
+        # The one that kernels know of, which `forward` chooses.
+        self.targets = self.ids[:, 0].clone()
         self.picked = torch.empty(self.ids.shape, dtype=torch.float32, device=self.ids.device)
 
     def _pick(self, strip: slice, logits: Tensor) -> None:
@@ -37,13 +39,16 @@ class MultiTargetReadout(TargetReadout):
 
     def forward(self, strip: slice, logits: Tensor) -> None:
         self._pick(strip, logits)
+        ids = self.ids[strip]
+        top = self.picked[strip].masked_fill(ids < 0, -torch.inf).argmax(1, keepdim=True)
+        self.targets[strip] = ids.gather(1, top).squeeze(1)
         super().forward(strip, logits)
 
     def finish(self) -> TokenStats:
         stats = super().finish()
-        picked = self.ranks.sum(self.picked.masked_fill(self.ids < 0, 0.0))
-        logps = self.transform.apply(picked) - stats.logsumexp[:, None]
-        self.stats = stats._replace(logps=logps)
+        z = self.transform.apply(self.ranks.sum(self.picked.masked_fill(self.ids < 0, 0.0)))
+        below = (z - z.amax(1, keepdim=True)).masked_fill_(z == -torch.inf, -torch.inf)
+        self.stats = stats._replace(logps=stats.logps[:, None] + below)
         return self.stats
 
     def set_grads(self, d_stats: StatGrads) -> None:
@@ -51,9 +56,10 @@ class MultiTargetReadout(TargetReadout):
         stats, total = self.stats, d_stats._replace(logps=d_stats.logps.sum(1))
         first = stats._replace(logps=stats.logps[:, 0].contiguous())
         self.grads = RowGrads.of(first, total)
-        # As of one target with all of the gradient, but for what belongs to others.
-        columns = RowGrads.of(_columns(stats), total.each(lambda x: x[:, None]))
-        self.at_targets = columns.at_target - _grads_of_other_ids(self.ids, d_stats.logps)
+        own, others = _own_and_others(self.ids, d_stats.logps)
+        d_columns = total.each(lambda x: x[:, None])._replace(logps=own)
+        columns = RowGrads.of(_columns(stats), d_columns)
+        self.at_targets = columns.at_target - stats.logps.exp() * others
 
     def backward(self, strip: slice, logits: Tensor, out: Tensor) -> None:
         self._pick(strip, logits)
@@ -80,16 +86,20 @@ def _columns(stats: TokenStats) -> TokenStats:
     return TokenStats(stats.logps, stats.logsumexp[:, None], entropy)
 
 
-def _grads_of_other_ids(ids: Tensor, d_logps: Tensor) -> Tensor:
-    """The gradient of the targets of each row that are not this one's id, `[C, K]`.
+def _own_and_others(ids: Tensor, d_logps: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of each row's targets summed over those with this one's id, and over the rest.
 
-    Sums of what comes before the run of its id, and after: no difference of sums, which would have
-    no digits beside a target that has nearly all of the probability.
+    Neither is the whole sum less the other: beside one that has nearly all, of an id without a
+    gradient there would be no digits. A run of zeros does not change a sum that goes on.
     """
     ids, order = ids.sort(1)
-    g = d_logps.gather(1, order)
+    g = widened(d_logps.gather(1, order))
     before = pad(g.cumsum(1), (1, 0))
     after = pad(g.flip(1).cumsum(1), (1, 0)).flip(1)
     begins, ends = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
+    own = before.gather(1, ends) - before.gather(1, begins)
     others = before.gather(1, begins) + after.gather(1, ends)
-    return torch.empty_like(others).scatter_(1, order, others)
+    return (
+        torch.empty_like(d_logps).scatter_(1, order, own.to(d_logps.dtype)),
+        torch.empty_like(d_logps).scatter_(1, order, others.to(d_logps.dtype)),
+    )

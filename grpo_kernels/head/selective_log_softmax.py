@@ -1,6 +1,6 @@
 """Log-probs of the targets from logits the caller already holds.
 
-    forward    l = z_y - logsumexp(z),  z = logits / T
+    forward    l = -log(1 + sum_(j != y) e^(z_j - z_y)),  z = logits / T
     backward   dlogits_j = dl * (1[j = y] - p_j) / T
 
 The same backend functions as in the fused calls, on the caller's logits as one chunk: log_softmax

@@ -114,9 +114,10 @@ class VocabShards(SingleRank):
             local.append(stats.entropy.masked_fill(absent, 0.0))
         ranks = _gathered(torch.stack(local), self.group)
         logsumexps, target_logps = ranks[:, 0], ranks[:, 1]
-        peak = logsumexps.amax(0)
+        peak, top = logsumexps.max(0, keepdim=True)
         shifted = logsumexps - peak
-        log_total = shifted.exp().sum(0).log()
+        # Beside the 1 of the largest share, a small sum of the others would lose its digits.
+        log_total = shifted.exp().scatter_(0, top, 0.0).sum(0).log1p()
         log_shares = shifted - log_total
         logps = (target_logps + log_shares).amax(0)
         entropy = total = None
@@ -129,7 +130,7 @@ class VocabShards(SingleRank):
             share = torch.where(targets < 0, share, share.clamp(min=_LEAST_SHARE))
             # Where the share is 0 the total is inf, and the gradient 0.
             total = torch.where(absent, torch.inf, stats.total / share)
-        return TokenStats(logps, peak + log_total, entropy, total)
+        return TokenStats(logps, peak.squeeze(0) + log_total, entropy, total)
 
     def _set_target_entries(
         self, exps: Tensor, targets: Tensor, slope: Tensor | None, stats: TokenStats,

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from . import Entries, LogitTransform, RowGrads, TokenStats
 
@@ -38,7 +39,7 @@ def token_stats(
     `exps [C, V]`, float32 or bf16, gets the gradient of the raw logits but for one factor per row,
     `row_factors`:
 
-        X = e^(z - a), with (p_y - 1) * total at the target y; times softcap's slope
+        X = e^(z - a), with -S' at the target y, S' = sum_(j != y) X_j; times softcap's slope
 
     The anchor `a` is at most 60 below the row's largest logit. `exps` may be `logits` itself; else
     `logits` stay as they are. `invariant`: the anchor is the largest logit in any case, so that
@@ -63,24 +64,28 @@ def token_stats(
         in_place = may_overwrite and z.is_contiguous()
         p = torch.softmax(z, 1, out=z if in_place else scratch[1][: len(z)])
         # softmax adds up less exactly than sum: its probabilities are off by one factor per row.
-        total = row_sums(p)
-        # The largest of them is that factor over the sum of e^(z - peak).
-        log_total = (total / p.amax(1)).log()
-        # Not target logit - logsumexp, which loses what is below an ulp of the logits.
+        largest = p.amax(1)
         target = targets[rows, None]
         place, elsewhere = target.clamp(min=0), target < 0
-        target_logit = shifted.gather(1, place).masked_fill_(elsewhere, -torch.inf).squeeze(1)
-        out.logps[rows] = target_logit - log_total
+        at_place, shifted_at_place = p.gather(1, place), shifted.gather(1, place)
+        weighted = _sum_of_products(p, shifted) if entropy else None
+        # Beside a target that has nearly all, a sum with its own would keep no digit of the others.
+        rest = row_sums(p.scatter_(1, place, at_place.where(elsewhere, 0.0)))
+        total = rest + at_place.masked_fill(elsewhere, 0.0).squeeze(1)
+        # The largest probability is that factor over the sum of e^(z - peak).
+        target_logit = shifted_at_place.masked_fill_(elsewhere, -torch.inf).squeeze(1)
+        logps = logsigmoid(target_logit - (rest / largest).log())
+        log_total = torch.where(target_logit == 0, -logps, (total / largest).log())
         peak = peak.squeeze(1)
+        out.logps[rows] = logps
         out.logsumexp[rows] = torch.where(peak == -torch.inf, peak, peak + log_total)
-        if entropy:
+        if weighted is not None:
             assert out.entropy is not None
-            out.entropy[rows] = log_total - _sum_of_products(p, shifted) / total
+            out.entropy[rows] = log_total - weighted / total
         if exps is not None:
             assert out.total is not None
             out.total[rows] = total
-            at_target = total * out.logps[rows].expm1()
-            p.scatter_(1, place, torch.where(elsewhere, p[:, :1], at_target[:, None]))
+            p.scatter_(1, place, at_place.where(elsewhere, -rest[:, None]))
             if chain is not None:
                 p.mul_(chain)
             if p.data_ptr() != exps[rows].data_ptr():

@@ -1,4 +1,4 @@
-"""Helpers of several files of Triton kernels: arguments of launches, and e^x - 1."""
+"""Helpers of several files of Triton kernels: arguments of launches, e^x - 1, log-sigmoid."""
 
 from __future__ import annotations
 
@@ -49,6 +49,17 @@ def expm1_minus(x):
 def expm1(x):
     """e^x - 1, without cancellation."""
     return tl.where(tl.abs(x) < 0.25, expm1_minus(x) + x, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def log_sigmoid(x):
+    """-log(1 + e^-x), to its own digits where that is small."""
+    t = tl.exp(-tl.abs(x))
+    # log(1 + t) = 2 artanh(t / (2 + t)): near 1 the hardware's logarithm has no digits.
+    s = t / (2.0 + t)
+    y = s * s
+    series = 1 / 3 + y * (1 / 5 + y * (1 / 7 + y * (1 / 9 + y * (1 / 11 + y * (1 / 13)))))
+    return tl.minimum(x, 0.0) - 2.0 * (s + s * y * series)
 
 
 def device_of(x: Tensor) -> Any:

@@ -1,17 +1,8 @@
 """Triton kernels over entries: pairs of a token and an id of its kept set, a row of W.
 
-    z_e  = x[token_e] . rows[id_e]                      `entry_dots`, a program per some entries
-    y_s  = sum over e of segment s of f_e rows[index_e]     `segment_sums`, a program per segment
-
-The second one is dh (segments are tokens, rows those of W) and dW (segments are ids, the entries
-sorted by them, rows the states). Each sum has one owner, which takes it in float32 and always in
-the same order, and rounds it once: no atomics, the same bits in every run. An id that most tokens
-keep has thousands of entries, which one program would add up long after the others are done. A long
-segment, of more than 2 P entries, is cut at the multiples of P into parts of fewer, each with a
-program and a sum of its own; `sum_parts_kernel` adds them up. Between two multiples of P no long
-segment lies, so E / P parts hold them all, and no size is read from the device.
-
-Statistics and gradients of a token's z are those of `base/segments.py`.
+`entry_dots` makes their logits; `segment_sums` makes dh (segments are tokens, rows those of W) and
+dW (segments are ids, the entries sorted by them, rows the states). Statistics and gradients of a
+token's logits are those of `base/segments.py`.
 """
 
 from __future__ import annotations
@@ -36,6 +27,16 @@ _MOST_DOTS, _MOST_SUMMED = 64, 32
 PART = 128
 
 
+# Logits of entries, a program per some of them:
+#
+#     z_e += x[token_e] . rows[id_e]
+#
+# Numerics: products and their sum in float32, in an order that the tile decides; terms of a head
+# are added one after another.
+#
+# Cost per element of a row: 6 instructions and, with half operands, 4 bytes read. The state's come
+# from a cache, mostly, as a token's entries are neighbours.
+#
 # The number of entries, and pointers to one value per entry or token, are not specialized:
 # otherwise each new one would compile the kernel again, in the middle of training.
 @triton.jit(
@@ -86,6 +87,17 @@ def _sum_of_entries(
     return sums
 
 
+# Sums of rows over segments of entries, a program per segment and some columns:
+#
+#     y_s = sum_(e in s) f_e rows[index_e]
+#
+# Numerics: each sum has one owner, which takes it in float32 and always in the same order, and
+# rounds it once: no atomics, the same bits in every run. An id that most tokens keep has thousands
+# of entries, which one program would add up long after the others are done: segments of more than
+# 2 PART entries are left to the next two kernels.
+#
+# Cost per element of an entry's row: 2 bytes read with a half operand, 5 instructions; a segment's
+# sum is written once. Rows whose factor is 0 are not read.
 @triton.jit(do_not_specialize_on_alignment=["factors_ptr", "index_ptr", "offsets_ptr"])
 def segment_sums_kernel(
     factors_ptr, index_ptr, offsets_ptr, rows_ptr, out_ptr,
@@ -98,7 +110,6 @@ def segment_sums_kernel(
     mask_k = offs_k < K
     begin = tl.load(offsets_ptr + segment)
     end = tl.load(offsets_ptr + segment + 1)
-    # Long ones are those of `sum_parts_kernel`.
     if end - begin > 2 * PART:
         return
     sums = _sum_of_entries(
@@ -111,8 +122,12 @@ def segment_sums_kernel(
     tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_k)
 
 
-# Part p is what a long segment has around entry p * PART: up to the next multiple of PART, and from
-# its begin where the last multiple is another's.
+# Sums of the parts of long segments, a program per part and some columns. Part p is what a long
+# segment has around entry p * PART: up to the next multiple of PART, and from its begin where the
+# last multiple is another's. Between two multiples no long segment lies, so E / PART parts hold all
+# of them, and no size is read from the device.
+#
+# Numerics and cost: as in `segment_sums_kernel`; sums stay in float32, 4 bytes per column and part.
 @triton.jit(
     do_not_specialize_on_alignment=["factors_ptr", "index_ptr", "offsets_ptr", "segments_ptr"]
 )
@@ -140,6 +155,9 @@ def part_sums_kernel(
     tl.store(out_ptr + part * stride_out_p + offs_k, sums, mask=mask_k)
 
 
+# Sums of long segments from those of their parts, by the program of the first part, which owns the
+# sum. Numerics: float32, in the order of the parts, rounded once. Cost: 4 bytes read per column and
+# part; the programs of other parts end at once.
 @triton.jit(do_not_specialize_on_alignment=["offsets_ptr", "segments_ptr"])
 def sum_parts_kernel(
     offsets_ptr, segments_ptr, parts_ptr, out_ptr,
@@ -153,7 +171,6 @@ def sum_parts_kernel(
     segment = tl.load(segments_ptr + part)
     begin = tl.load(offsets_ptr + segment)
     end = tl.load(offsets_ptr + segment + 1)
-    # The program of a long segment's first part owns its sum.
     if (end - begin <= 2 * PART) | (part != tl.cdiv(begin, PART)):
         return
     sums = tl.zeros((BLOCK_K,), tl.float32)

@@ -6,23 +6,6 @@ z_j = softcap(logit_scale * u_j) / T on the way in, so that nothing but the chun
 from memory; differences of z are taken in units of ln 2, as the hardware has exp2. Where u_j is
 -inf, so is z_j, under a softcap, too, which has a slope of 0 there: the entry is banned. A target
 of -1 is none of the columns.
-
-Forward, with an anchor a that is known before the sweep:
-
-    lse = a + log S,  S = sum_j e^(z_j - a);  E = log S - (sum_j e^(z_j - a) (z_j - a)) / S
-
-Any anchor will do that is not far below the row's maximum: the larger of the target's logit and the
-first block's. Sums are kept per lane and reduced once, after the loop, together with the maximum;
-where that is out of the anchor's reach, the program sweeps its row again with the maximum itself.
-An `INVARIANT` launch takes the maximum at once, and sums in an order that no layout changes.
-
-Backward, given dL/dl (d_logps), its softmax part (d_softmax) and dL/dE (d_entropy):
-
-    dL/dz_j = d_logps * 1[j = y] - p_j * (d_softmax + d_entropy * (z_j - lse + E))
-    dL/du_j = dL/dz_j * (1 - tanh^2) * logit_scale / T
-
-Without the entropy's gradient that is a factor per row times e^(z_j - a), which the forward's sweep
-leaves behind; the target's entry is (p_y - 1) S.
 """
 
 from __future__ import annotations
@@ -36,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import LogitTransform, RowGrads, TokenStats
-from .triton_common import Launch, at_most, build, device_of, expm1, ln_2, log2_e, reach
+from .triton_common import Launch, at_most, build, device_of, ln_2, log2_e, log_sigmoid, reach
 
 # The largest that spills in no loop and still fills the SMs of NVIDIA's GPUs with warps
 # (`benchmarks.compile_report`); `benchmarks.gpu_day` times others.
@@ -130,11 +113,15 @@ def _anchor(
 
 @triton.jit
 def _add_block(
-    total, weighted, peak, row_ptr, exps_row_ptr, start, V, anchor, logit_scale, softcap, to_log2,
+    rest, weighted, peak, row_ptr, exps_row_ptr, start, V, target, anchor,
+    logit_scale, softcap, to_log2,
     STEPS: tl.constexpr, HAS_ENTROPY: tl.constexpr, KEEPS_EXPS: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Adds a block to each lane's sum of exponentials, weighted sum and maximum."""
+    """Adds a block to each lane's sum of exponentials, weighted sum and maximum.
+
+    The first sum leaves out the target, which no `WHOLE` block has, nor columns past V.
+    """
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
     u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS)
@@ -144,7 +131,7 @@ def _add_block(
         # Columns past V are no part of the vocabulary: -inf, where 0 would be a logit.
         shifted = tl.where(mask_v, shifted, float("-inf"))
     exps = tl.exp2(shifted)
-    total += exps
+    rest += exps if WHOLE else tl.where(offs_v == target, 0.0, exps)
     if HAS_ENTROPY:
         # p * log p is 0 where p is, and -inf must not make it NaN.
         weighted += exps * tl.maximum(shifted, -1e4, propagate_nan=tl.PropagateNan.ALL)
@@ -152,7 +139,7 @@ def _add_block(
     if KEEPS_EXPS:
         stored = (exps * slope).to(exps_row_ptr.dtype.element_ty)
         tl.store(exps_row_ptr + offs_v, stored, mask=mask_v)
-    return total, weighted, peak
+    return rest, weighted, peak
 
 
 @triton.jit
@@ -169,6 +156,25 @@ def _sum(x, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr):
     return tl.sum(x, axis=0)
 
 
+# Statistics of a row and, with KEEPS_EXPS, its exponentials X, for an anchor a:
+#
+#     S' = sum_(j != y) e^(z_j - a),   S = S' + e^(z_y - a),   lse = a + log S
+#     l  = -log(1 + S' / e^(z_y - a)),   E = log S - (sum_j e^(z_j - a) (z_j - a)) / S
+#     X_j = e^(z_j - a) * slope_j,   X_y = -S' * slope_y,   slope = 1 - tanh^2 of the softcap
+#
+# X is the gradient of the raw logits by l, but for a factor per row (`row_factors`).
+#
+# Numerics: beside a target that has nearly all, neither S nor z_y - lse has digits of the others.
+# The sum without it does: l and 1 - p = -expm1(l) are right to 2e-5 at any margin, with a GPU's
+# approximations at their bound. The target's block comes last, with the rest, so that no other one
+# looks for it. Any anchor will do that is not far below the row's maximum: the larger of the
+# target's logit and the first block's. Sums are kept per lane and reduced once, after the loop,
+# together with the maximum; where that is out of the anchor's reach, the program sweeps its row
+# again with the maximum itself. An INVARIANT launch takes the maximum at once, and sums in an order
+# that no layout changes.
+#
+# Cost per logit: 4 bytes read, once (twice if INVARIANT), and 2 or 4 stored with KEEPS_EXPS;
+# 9 or 10 instructions on sm_90, 14 in the last two blocks.
 @per_row
 def token_stats_kernel(
     logits_ptr, targets_ptr, temperature_ptr,
@@ -187,7 +193,7 @@ def token_stats_kernel(
         temperature = tl.load(temperature_ptr + row)
     scale = _scale(logit_scale, temperature, STEPS)
     to_log2 = scale * log2_e()
-    target = tl.load(targets_ptr + row)
+    target = tl.load(targets_ptr + row).to(tl.int32)
     here = target >= 0
     target_logit, target_slope = _load_logits(row_ptr, target, here, logit_scale, softcap, STEPS)
     target_logit = tl.where(here, target_logit, float("-inf"))
@@ -197,28 +203,33 @@ def token_stats_kernel(
     )  # fmt: skip
 
     whole = V // BLOCK_V * BLOCK_V
-    total = tl.zeros((), tl.float32)
+    # Where the target's block begins, if that is a whole one; the last of these takes its turn.
+    own = tl.where(here & (target < whole), target // BLOCK_V * BLOCK_V, whole)
+    others = tl.where(own < whole, whole - BLOCK_V, whole)
+    rest = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
     out_of_reach = True
     while out_of_reach:
-        totals = tl.zeros((BLOCK_V,), tl.float32)
+        rests = tl.zeros((BLOCK_V,), tl.float32)
         weights = tl.zeros((BLOCK_V,), tl.float32)
         peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-        for start in range(0, whole, BLOCK_V):
-            totals, weights, peaks = _add_block(
-                totals, weights, peaks, row_ptr, exps_row_ptr, start, V, anchor, logit_scale,
-                softcap, to_log2,
+        for i in range(0, others, BLOCK_V):
+            start = tl.where(i == own, others, i)
+            rests, weights, peaks = _add_block(
+                rests, weights, peaks, row_ptr, exps_row_ptr, start, V, target, anchor,
+                logit_scale, softcap, to_log2,
                 STEPS, HAS_ENTROPY, KEEPS_EXPS, True, BLOCK_V,
             )  # fmt: skip
-        # A loop of at most one turn: the addresses of an `if` would be computed before the sweeps,
+        # A loop of at most two turns: the addresses of an `if` would be computed before the sweeps,
         # and be held in 40 registers.
-        for start in range(whole, V, BLOCK_V):
-            totals, weights, peaks = _add_block(
-                totals, weights, peaks, row_ptr, exps_row_ptr, start, V, anchor, logit_scale,
-                softcap, to_log2,
+        for i in range(others, V, BLOCK_V):
+            start = tl.where(i < whole, own, i)
+            rests, weights, peaks = _add_block(
+                rests, weights, peaks, row_ptr, exps_row_ptr, start, V, target, anchor,
+                logit_scale, softcap, to_log2,
                 STEPS, HAS_ENTROPY, KEEPS_EXPS, False, BLOCK_V,
             )  # fmt: skip
-        total = _sum(totals, INVARIANT, BLOCK_V)
+        rest = _sum(rests, INVARIANT, BLOCK_V)
         weighted = _sum(weights, INVARIANT, BLOCK_V)
         above = tl.max(peaks, axis=0)
         out_of_reach = (above > reach()) | ((above < -reach()) & (above > float("-inf")))
@@ -228,16 +239,18 @@ def token_stats_kernel(
                 row_ptr, target_logit, V, logit_scale, softcap, STEPS, BLOCK_V,
             )  # fmt: skip
 
-    log_total = tl.log2(total)
-    # Not target_logit - logsumexp, which loses what is below an ulp of the logits.
-    logp = (target_logit - anchor) * scale - log_total * ln_2()
+    total = rest + tl.exp2((target_logit - anchor) * to_log2)
+    # Not in units of ln 2, in which the largest numbers are infinite.
+    logp = log_sigmoid((target_logit - anchor) * scale - tl.log2(rest) * ln_2())
+    log_total = tl.where(target_logit == anchor, -logp * log2_e(), tl.log2(total))
     tl.store(logps_ptr + row, tl.where(here, logp, float("-inf")))
     tl.store(logsumexp_ptr + row, anchor * scale + log_total * ln_2())
     if HAS_ENTROPY:
         tl.store(entropy_ptr + row, (log_total - weighted / total) * ln_2())
     if KEEPS_EXPS:
         tl.store(total_ptr + row, total)
-        at_target = total * expm1(logp) * target_slope
+        # A row without a distribution is NaN.
+        at_target = tl.where(total > 0.0, -rest, logp) * target_slope
         # After the block that holds it, which another thread stored.
         tl.debug_barrier()
         tl.store(exps_row_ptr + target, at_target.to(exps_ptr.dtype.element_ty), mask=here)
@@ -262,6 +275,15 @@ def _store_logit_grads(
     tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
 
 
+# Gradient of a row, from dL/dl (d_logps), its softmax part (d_softmax) and dL/dE (d_entropy):
+#
+#     dL/dz_j = d_logps * 1[j = y] - p_j * (d_softmax + d_entropy * (z_j - lse + E))
+#     dL/du_j = dL/dz_j * (1 - tanh^2) * logit_scale / T
+#
+# Numerics: p = e^(z - lse) is off by an ulp of the logits, at the target as well. The target's
+# entry, in which 1 and p_y would cancel, comes as one number from -expm1(l): `RowGrads.of`.
+#
+# Cost per logit: 4 bytes read and 2 or 4 stored, once; 11 instructions on sm_90, 12 with d_entropy.
 @per_row
 def logit_grads_kernel(
     logits_ptr, targets_ptr, temperature_ptr,

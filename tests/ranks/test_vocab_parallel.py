@@ -35,10 +35,11 @@ from tests.helpers.batches import (
     relative_error,
     run_fused,
 )
-from tests.helpers.head_options import CHUNK
+from tests.helpers.head_options import BACKENDS, CHUNK
 from tests.helpers.ranks import Ranks
 from tests.helpers.supports import make_support
 from tests.ranks.traffic import Traffic
+from tests.test_logits import SURE_CALLS, score_sure, sure_tokens
 
 UNEVEN = (0, 300, 1003)
 
@@ -248,6 +249,31 @@ def test_scores(ranks, case):
             assert relative_error(actual, expected) < 2e-5, name
         else:
             assert (actual.double() - expected).abs().max() < 1e-4, name
+
+
+def sure(cuts, call, backend):
+    """Errors of a call on this rank's rows of the head: relative, of the worst token."""
+    z, targets, logps, rest, entropy, grads = sure_tokens()
+    rows, hidden = rows_of(cuts), torch.eye(len(targets)).requires_grad_()
+    weight, d = z[rows].clone().requires_grad_(), 1 / rest.float()
+    head = LMHead(weight, ranks=VocabRanks(dist.group.WORLD))
+    how = Execution(backend=backend, batch_invariant=call == "batch_invariant")
+    actual_logps, actual_entropy = score_sure(call, hidden, head, targets, d, how)
+    actual = actual_logps, actual_entropy, weight.grad, hidden.grad.T
+    exact = logps, entropy, grads[rows], z.double().T @ grads
+    both = [
+        [x.double().reshape(-1, len(d)) for x in pair] for pair in zip(actual, exact, strict=True)
+    ]
+    return [((x - truth).norm(dim=0) / truth.norm(dim=0)).max() for x, truth in both]
+
+
+@pytest.mark.parametrize("call", SURE_CALLS[:-2])
+def test_sure_tokens_keep_their_digits(ranks, call):
+    """The target's rank may have the first or the last block, nearly all ids or few."""
+    for cuts in ((0, 2100, 5003), (0, 4990, 5003)):
+        for backend in BACKENDS:
+            for errors in ranks(sure, cuts, call, backend):
+                assert max(errors) <= 5e-5, (cuts, backend, errors)
 
 
 def collectives(cuts, head):

@@ -114,6 +114,8 @@ kernels/triton_divergences.py: test_two_heads
     _jsd_moment: tl.where(p == 0.0, 0.0, p * (log_pm - mean))
         -> tl.where(p > 0.0, p * (log_pm - mean), 0.0)
     _forward_value: tl.where(shifted, total * tl.exp(minus_c), ref_total) -> total
+kernels/triton_logits.py: test_logits
+    token_stats_kernel: tl.where(i == own, others, i) -> i
 kernels/triton_logits.py: test_batch_invariant
     _sum: if INVARIANT -> if False
 kernels/triton_logits.py: ptx/test_real_sizes

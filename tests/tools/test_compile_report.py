@@ -190,11 +190,15 @@ def test_innermost_loops_are_read():
     assert "1 shuffles" in problems and "1 stores in its loop that are not vectors" in problems
     # Unrolled: twelve logits, where a block has eight per thread.
     assert compile_sass.logits_per_thread(launch, loop) == 12
-    # sm_75 has budgets of its own.
-    slow = loop._replace(instructions=13 * 12, shuffles=0, other_stores=0)
-    assert compile_sass.problems_of("token_stats", launch, [slow], "sm_75") == []
-    (problem,) = compile_sass.problems_of("token_stats", launch, [slow], "sm_80")
+    # sm_75 has budgets of its own, and so has the loop over the last blocks.
+    slow, last, slower = (
+        loop._replace(instructions=n * 12, shuffles=0, other_stores=0) for n in (13, 15, 17)
+    )
+    assert compile_sass.problems_of("token_stats", launch, [slow, last], "sm_75") == []
+    (problem,) = compile_sass.problems_of("token_stats", launch, [slow, last], "sm_80")
     assert "13.0 instructions per logit, of 12, on sm_80" in problem
+    (problem,) = compile_sass.problems_of("token_stats", launch, [slower], "sm_80")
+    assert "17.0 instructions per logit, of 16, on sm_80" in problem
 
 
 def test_a_table_that_is_not_the_stored_one_is_seen():
