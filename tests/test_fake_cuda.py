@@ -116,7 +116,7 @@ CALLS = {
     "loss, no gradient": (loss("old_logps", frozen="hidden weight"), [[N]], 2, 1, 65),
     "log-probs, head alone": (logps(frozen="hidden", **HALVES), [[], [N]], 20, 22, 55),
     "distillation, frozen head": (
-        distillation("mask reference", frozen="weight"), [[N]], 2, 3, 35
+        distillation("mask reference", frozen="weight"), [[N]], 3, 3, 35
     ),
     # Logits and gradients on the same memory.
     "float32": (loss("old_logps", dtype=torch.float32, **HALVES), [[N]], 8, 12, 95),
@@ -137,9 +137,9 @@ CALLS = {
     "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 175),
     # With a frozen head the forward keeps the gradients.
     "frozen": (logps(frozen="weight", **HALVES), [[]], 16, 18, 35),
-    # Two heads: their logits side by side, in one sweep.
-    "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 4, 8, 35),
-    "exact KL": (loss("mask old_logps reference", cfg=EXACT_KL), [[N]], 3, 4, 85),
+    # Two heads: statistics of both, the divergence, the gradient.
+    "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 6, 8, 35),
+    "exact KL": (loss("mask old_logps reference", cfg=EXACT_KL), [[N]], 4, 4, 85),
     "reference": (loss("mask old_logps reference", cfg={"beta": 0.1}), [[N]], 9, 10, 85),
     # Tokens of a support: how many there are is read, and how many entries. Launches depend on
     # neither, but where segments are so short that programs share none.
