@@ -28,11 +28,11 @@ from grpo_kernels.kernels.pair_stats import PairStats
 # Instructions per logit, rounded up from what is known to be possible.
 # For pairs, per logit of either model.
 BUDGETS = {
-    "one sweep": 14.0, "token_stats": 12.0, "logit_grads": 16.0, "pair_stats": 24.0,
-    "pair_grads": 16.0, "entry_dots": 8.0, "segment_sums": 8.0,
+    "one sweep": 14.0, "token_stats": 12.0, "logit_grads": 16.0, "pair_stats": 12.0,
+    "divergences": 20.0, "pair_grads": 16.0, "entry_dots": 8.0, "segment_sums": 8.0,
 }  # fmt: skip
 # Before sm_80 maxima that keep NaN are three instructions. A T4 has time for 50 per logit.
-SM_75_BUDGETS = BUDGETS | {"token_stats": 14.0, "pair_stats": 26.0}
+SM_75_BUDGETS = BUDGETS | {"token_stats": 14.0, "pair_stats": 14.0}
 # Of the loop with the most, over the target's block and the rest: it looks at every column, and has
 # two turns where the main one has 73.
 LAST_BLOCKS_BUDGETS = {"one sweep": 17.0, "token_stats": 16.0}
@@ -81,7 +81,10 @@ def budgeted(half: torch.dtype) -> dict[str, KernelLaunch]:
         "one sweep": lambda: triton_backend.token_stats(*inputs, entropy=True, exps=exps),
         "token_stats": lambda: triton_backend.token_stats(*inputs, entropy=True),
         "logit_grads": lambda: triton_backend.logit_grads_(*inputs, grads, grad),
-        "pair_stats": lambda: triton_pairs.pair_stats(*both, stats, divergence=ReverseKL()),
+        "pair_stats": lambda: triton_pairs.pair_stats(*both, stats),
+        "divergences": lambda: triton_pairs.divergences(
+            logits, logits, *both[3:], stats, divergence=ReverseKL()
+        ),
         "pair_grads": lambda: triton_pairs.pair_grads_(
             *both, stats, grads, column, grad, divergence=ReverseKL()
         ),

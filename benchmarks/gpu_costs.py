@@ -54,7 +54,8 @@ COPY_SPEED, SCATTERED = LIKELY.copy_speed, 0.6  # gathers and scatters of whole 
 WAIT_MS = 0.3  # the GPU idles until the CPU, which waited for it, launches again
 # Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`).
 INSTRUCTIONS = {
-    "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 43, "pair_grads": 28,
+    "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 20, "divergences": 38,
+    "pair_grads": 28,
 }  # fmt: skip
 
 # Bytes of logits that the library has at once.
@@ -248,11 +249,12 @@ def with_estimate(s: Step) -> dict[str, float]:
 
 
 def two_heads(s: Step) -> dict[str, float]:
-    """Both models' float32 logits; statistics of both, then the gradient of the policy's."""
+    """Both models' float32 logits; statistics, the divergence, the gradient of the policy's."""
     rows = int(2 * CHUNK_BYTES // (10 * s.V) // 128 * 128)
     s.logits(rows, 4)
     s.logits(rows, 4, "GEMM 1, of the reference")
     s.sweep("statistics of both", 8, "pair_stats")
+    s.sweep("divergence by these", 8, "divergences")
     s.sweep("gradient of the logits", 10, "pair_grads")
     s.gradients(rows, 4)
     s.copy("dH to bf16", 6 * s.N * s.H)

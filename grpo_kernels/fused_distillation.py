@@ -2,8 +2,9 @@
 
     for each chunk of rows:
         Z, Z'   = h W^T, h' W'^T                GEMMs 1 and 2, float32, two reused buffers
-        L       = divergence(Z, Z')             one kernel over both
-        D       = dL/dZ                         likewise
+        s       = statistics(Z, Z')             one sweep over both, as the next two
+        L       = divergence(Z, Z', s)
+        D       = dL/dZ                         on the memory of Z
         dh, dW += D W, D^T h                    GEMMs 3 and 4, dW accumulated in float32
 
 The weight of a token in the loss is a constant. Its gradient is known as soon as its logits are:

@@ -122,10 +122,10 @@ CALLS = {
     "loss, no gradient": (loss("old_logps", frozen="hidden weight"), [[N]], 2, 1, 20),
     "log-probs, head alone": (logps(frozen="hidden", **HALVES), [[], [N]], 20, 22, 35),
     "distillation, frozen head": (
-        distillation("mask reference", frozen="weight"), [[N]], 2, 3, 20
+        distillation("mask reference", frozen="weight"), [[N]], 3, 3, 20
     ),
     "distillation, metrics": (
-        distillation("mask reference", frozen="weight", metrics=True), [[N]], 2, 3, 30
+        distillation("mask reference", frozen="weight", metrics=True), [[N]], 3, 3, 30
     ),
     # Logits and gradients on the same memory.
     "float32": (loss("old_logps", dtype=torch.float32, **HALVES), [[N]], 8, 12, 55),
@@ -150,9 +150,9 @@ CALLS = {
     "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 110),
     # With a frozen head the forward keeps the gradients.
     "frozen": (logps(frozen="weight", **HALVES), [[]], 16, 18, 35),
-    # Two heads: their logits side by side, in one sweep.
-    "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 4, 8, 25),
-    "exact KL": (loss("mask old_logps reference", cfg=EXACT_KL), [[N]], 3, 4, 35),
+    # Two heads: statistics of both, the divergence, the gradient.
+    "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 6, 8, 25),
+    "exact KL": (loss("mask old_logps reference", cfg=EXACT_KL), [[N]], 4, 4, 35),
     "reference": (loss("mask old_logps reference", cfg={"beta": 0.1}), [[N]], 9, 10, 35),
     # Tokens of a support: how many there are is read, and how many entries. Launches depend on
     # neither, but where segments are so short that programs share none.

@@ -42,35 +42,25 @@ def truth(z, t, kind, beta):
 
 
 def on_kernels(module, z, t, kind, beta=0.3, transforms=(NONE, NONE), targets=None, grads=None):
-    """Statistics, and the gradient by the raw logits; the same from slopes that a sweep stores."""
+    """Statistics, and the gradient by the raw logits."""
     targets = torch.zeros(len(z), dtype=torch.int64) if targets is None else targets
-    divergence, how = DIVERGENCES[kind](beta), (targets, *transforms)
-    stats, again, t = PairStats.empty(z), PairStats.empty(z), t.clone()
-    module.pair_stats(z.clone(), t, *how, stats, divergence=divergence)
-    out, ones = torch.empty_like(z), torch.ones(len(z))
-    grads = None if grads is None else grads(stats)
-    module.pair_grads_(z.clone(), t, *how, stats, grads, ones, out, divergence=divergence)
-    z = z.clone()
-    if module.pair_stats(z, t, *how, again, divergence=divergence, store_slopes=True):
-        torch.testing.assert_close(again.values, stats.values, equal_nan=True)
-        stored = t * pairs.slope_factors(transforms[0], ones, divergence)[:, None]
-        if grads is not None:
-            rest = transforms[0], grads, ones, stored
-            module.stored_grads_(z, t, targets, *rest, divergence=divergence)
-        torch.testing.assert_close(stored, out, rtol=1e-4, atol=1e-6, equal_nan=True)
+    divergence, stats, out = DIVERGENCES[kind](beta), PairStats.empty(z), torch.empty_like(z)
+    module.pair_stats(z, t, targets, *transforms, stats)
+    module.divergences(z, t, *transforms, stats, divergence=divergence)
+    rest = stats, None if grads is None else grads(stats), torch.ones(len(z)), out
+    module.pair_grads_(z.clone(), t, targets, *transforms, *rest, divergence=divergence)
     return stats, out
 
 
 def on_ranks(module, z, t, kind):
-    """Results like those of `on_kernels`, by the way of ranks: from merged statistics."""
+    """The same from merged statistics, which lack digits of the shift and of the anchors."""
     targets, stats, out = torch.zeros(len(z), dtype=torch.int64), PairStats.empty(z), z.clone()
     divergence = DIVERGENCES[kind](0.3)
-    module.pair_stats(z, t, targets, NONE, NONE, stats, divergence=None)
+    module.pair_stats(z, t, targets, NONE, NONE, stats)
     stats.shift.copy_(stats.logsumexp - stats.ref_logsumexp)
     stats.set_zero_anchors()
     module.divergences(z, t, NONE, NONE, stats, divergence=divergence)
-    ones = torch.ones(len(z))
-    rest = stats, None, ones, out
+    rest = stats, None, torch.ones(len(z)), out
     module.pair_grads_(out, t, targets, NONE, NONE, *rest, divergence=divergence)
     return stats, out
 
@@ -322,7 +312,6 @@ def test_a_divergence_without_formulas(backend):
         "triton": (TypeError, "divergence: expected one with .*, ReverseKL, .*; got Unknown: add"),
     }[backend]
     for call in (
-        lambda x: module.pair_stats(z, t, targets, *pair, divergence=x),
         lambda x: module.divergences(z, t, *pair, divergence=x),
         lambda x: module.pair_grads_(z, t, targets, *pair, None, z[:, 0], z, divergence=x),
     ):

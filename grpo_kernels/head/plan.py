@@ -110,10 +110,7 @@ class HeadPlan:
         if spec.reference is not None:
             from .two_heads import DivergenceReadout
 
-            with_grad = self.grad_mode != GradMode.RECOMPUTE
-            return DivergenceReadout(
-                spec, reference_tensors, self.ranks, self.rows, with_grad=with_grad
-            )
+            return DivergenceReadout(spec, reference_tensors, self.ranks, self.rows)
         if spec.targets_per_token > 1:
             from .many_targets import MultiTargetReadout
 

@@ -45,17 +45,17 @@ class LogitTransform:
         t = self.temperature
         return t[:, None] if isinstance(t, Tensor) else t
 
-    def apply(self, raw: Tensor) -> Tensor:
-        """The logits, float32 `[C, V]`; `raw` itself where there is nothing to do."""
+    def apply(self, raw: Tensor, out: Tensor | None = None) -> Tensor:
+        """The logits, float32 `[C, V]`, in `out` if given; `raw` where there is nothing to do."""
         z = raw.float()
         if self.logit_scale != 1.0:
-            z = round_(z * self.logit_scale, self.rounding)
+            z = round_(torch.mul(z, self.logit_scale, out=out), self.rounding)
         if self.softcap is not None:
-            z = round_(z / self.softcap, self.rounding)
+            z = round_(torch.div(z, self.softcap, out=out), self.rounding)
             z = round_(round_(z.tanh_(), self.rounding).mul_(self.softcap), self.rounding)
             z.masked_fill_(raw == -torch.inf, -torch.inf)
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
-            z = z / self.per_row
+            z = torch.div(z, self.per_row, out=out)
         return z
 
     def slope(self, raw: Tensor) -> float | Tensor:

@@ -4,14 +4,13 @@ With p and q the softmaxes, z the logits of p, d = log p - log q, m = beta q + (
 
     class      divergence L                            gradient by z
     ReverseKL  sum p d                                 p (h - sum p h),  h = d
-    ForwardKL  -sum q d                                likewise,         h = 1 - e^-d, so p - q
-    JSD        beta sum q log(q/m)                     (1 - beta) times that of
+    ForwardKL  -sum q d                                p (h - sum p h),  h = 1 - e^-d: p - q
+    JSD        beta sum q log(q/m)                     (1 - beta) p (h - sum p h),
                  + (1 - beta) sum p log(p/m)                             h = log(p/m)
 
-Each is a sum of KLs from one distribution: q, p, or m. The kernels ask the object for these terms,
-for h, and whether one sweep is enough; `triton_divergences.py` has the same as Triton functions.
-`addends` is the formula as it stands in a paper, for autograd: `grpo_kernels.reference` uses only
-this.
+Each is a sum of KLs from one distribution: q, p, or m. The torch kernels ask the object for these
+terms and for `p h`; `triton_divergences.py` has the same as Triton functions. `addends` is the
+paper's formula, for autograd: `grpo_kernels.reference` uses only this.
 """
 
 from __future__ import annotations
@@ -22,6 +21,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+# Below this |log(a/b)| series replace `a - b` and `a log(a/b) + b - a`, which cancel.
+NEAR = 0.15
 
 
 class KLTerm(NamedTuple):
@@ -36,16 +38,14 @@ class KLTerm(NamedTuple):
 class Divergence:
     """A divergence of the reference's softmax q and the policy's p.
 
+    The methods on p and q, float32 `[C, V]`, have spare tensors of this shape for what they return.
     `beta` is the reference's share of a mixture; a divergence without a mixture ignores it.
 
     Attributes:
         name: the name in the public calls.
-        one_sweep: whether the sums of e^z and of the divergence can be taken in one sweep; if not,
-            the divergence is read from whole softmaxes by a second one.
     """
 
     name: ClassVar[str]
-    one_sweep: ClassVar[bool] = False
 
     beta: float = 0.5
 
@@ -61,58 +61,58 @@ class Divergence:
         """
         raise NotImplementedError(f"{type(self).__name__}.addends")
 
-    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[KLTerm]:
+    def terms(self, p: Tensor, q: Tensor, d: Tensor, spare: Tensor) -> list[KLTerm]:
         """The parts of L. May overwrite d, which may be NaN where p and q are 0."""
         raise NotImplementedError(f"{type(self).__name__}.terms")
 
-    def base(self, p: Tensor, q: Tensor) -> Tensor:
+    def base(self, p: Tensor, q: Tensor, spare: Tensor) -> Tensor:
         """The distribution b from which the terms are KLs."""
         raise NotImplementedError(f"{type(self).__name__}.base")
 
-    def h(self, terms: list[KLTerm]) -> Tensor | None:
-        """The h of the gradient `p (h - sum p h)`: dL/dp up to a constant and `scale`.
+    def weighted_h(self, p: Tensor, q: Tensor, terms: list[KLTerm], spare: list[Tensor]) -> Tensor:
+        """`p h`, with the h of the gradient `p (h - sum p h)`: dL/dp up to a constant and `scale`.
 
-        inf makes the gradient infinite. None: h = 1 - q/p, so that `p h` is p - q.
+        Here h is the first term's logarithm. inf makes the gradient infinite; NaN counts as 0 where
+        p is 0. May overwrite the terms' logarithms.
         """
-        raise NotImplementedError(f"{type(self).__name__}.h")
+        return terms[0].log_ratio.mul_(p)
 
 
 class ReverseKL(Divergence):
     """KL(p || q). Infinite, with its gradient, where the reference alone rules an entry out."""
 
     name = "reverse"
-    one_sweep = True
 
     def addends(self, s: Tensor, t: Tensor) -> Tensor:
         return _times_log(s, s - t)
 
-    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[KLTerm]:
+    def terms(self, p: Tensor, q: Tensor, d: Tensor, spare: Tensor) -> list[KLTerm]:
         return [KLTerm(1.0, p, d)]
 
-    def base(self, p: Tensor, q: Tensor) -> Tensor:
+    def base(self, p: Tensor, q: Tensor, spare: Tensor) -> Tensor:
         return q
-
-    def h(self, terms: list[KLTerm]) -> Tensor:
-        return terms[0].log_ratio
 
 
 class ForwardKL(Divergence):
     """KL(q || p). Infinite where the policy alone rules an entry out; its gradient is not."""
 
     name = "forward"
-    one_sweep = True
 
     def addends(self, s: Tensor, t: Tensor) -> Tensor:
         return _times_log(t, t - s)
 
-    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[KLTerm]:
-        return [KLTerm(1.0, q, -d)]
+    def terms(self, p: Tensor, q: Tensor, d: Tensor, spare: Tensor) -> list[KLTerm]:
+        return [KLTerm(1.0, q, d.neg_())]
 
-    def base(self, p: Tensor, q: Tensor) -> Tensor:
+    def base(self, p: Tensor, q: Tensor, spare: Tensor) -> Tensor:
         return p
 
-    def h(self, terms: list[KLTerm]) -> None:
-        return None
+    def weighted_h(self, p: Tensor, q: Tensor, terms: list[KLTerm], spare: list[Tensor]) -> Tensor:
+        # p - q cancels between close models: (p - q e^-c) - q (1 - e^-c), with c = -d clamped.
+        # 1 - e^-c is 12 c / ((c + 3)^2 + 3), to c^4/720 of it.
+        rest, y, c = beyond(q, p, *spare[:2]), spare[1], terms[0].log_ratio.clamp_(-NEAR, NEAR)
+        torch.add(c, 3.0, out=y).square_().add_(3.0)
+        return rest.addcmul_(q, c.div_(y), value=-12.0)
 
 
 class JSD(Divergence):
@@ -131,25 +131,28 @@ class JSD(Divergence):
         m = log_mixture(s, t, self.beta)
         return self.beta * _times_log(t, t - m) + (1 - self.beta) * _times_log(s, s - m)
 
-    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[KLTerm]:
-        log_pm, log_qm = to_mixture_(d, self.beta)
+    def terms(self, p: Tensor, q: Tensor, d: Tensor, spare: Tensor) -> list[KLTerm]:
+        log_pm, log_qm = to_mixture_(d, self.beta, spare)
         return [KLTerm(1 - self.beta, p, log_pm), KLTerm(self.beta, q, log_qm)]
 
-    def base(self, p: Tensor, q: Tensor) -> Tensor:
-        return torch.lerp(p, q, self.beta)
-
-    def h(self, terms: list[KLTerm]) -> Tensor:
-        return terms[0].log_ratio
+    def base(self, p: Tensor, q: Tensor, spare: Tensor) -> Tensor:
+        return torch.lerp(p, q, self.beta, out=spare)
 
 
 DIVERGENCES: dict[str, type[Divergence]] = {x.name: x for x in (ReverseKL, ForwardKL, JSD)}
 
 
-def to_mixture_(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """`log(p / m)` and `log(q / m)`, the second in the memory of d."""
+def beyond(a: Tensor, b: Tensor, out: Tensor, spare: Tensor) -> Tensor:
+    """`b - a e^-c`, with c = log(a / b) clamped to [-NEAR, NEAR]: 0 where a and b are near."""
+    least, most = torch.mul(a, math.exp(-NEAR), out=out), torch.mul(a, math.exp(NEAR), out=spare)
+    return torch.sub(b, torch.clamp(b, least, most, out=out), out=out)
+
+
+def to_mixture_(d: Tensor, beta: float, out: Tensor) -> tuple[Tensor, Tensor]:
+    """`log(p / m)`, in `out`, and `log(q / m)`, in the memory of d."""
     # Beyond, p or q is as good as 0.
     d.clamp_(-80.0, 80.0)
-    log_pm = torch.neg(d).expm1_().mul_(beta).log1p_().neg_()
+    log_pm = torch.neg(d, out=out).expm1_().mul_(beta).log1p_().neg_()
     return log_pm, torch.sub(log_pm, d, out=d)
 
 

@@ -35,12 +35,14 @@ class PairStats:
         ref_entropy: of its softmax.
         shift: `logsumexp - ref_logsumexp`, with the digits that the difference of both has lost.
         divergence: of the softmaxes.
-        mean: of h over the policy (`divergences.py`), as it comes with this shift.
+        mean: mean of h under the policy (`divergences.py`), computed with `shift`: the same
+            rounding error.
         peak: the policy's largest logit.
         ref_at_peak: the reference's logit there.
         ref_peak: the reference's largest logit.
-        anchor: what Triton's kernels subtract from the policy's logits, before the temperature.
-        ref_anchor: what they subtract from the reference's.
+        anchor: number that Triton's kernels subtract from the policy's logits, before the
+            temperature.
+        ref_anchor: number that they subtract from the reference's.
         log_total: log2 of the sum of the policy's exponentials, of logits less the anchor.
     """
 

@@ -1,7 +1,7 @@
 """The divergences of `divergences.py` as Triton functions, which kernels take as constants.
 
 A kernel compiled for one divergence holds its functions alone; Triton's cache knows them by their
-source. Their names in `DivergenceFunctions`; p, q and d as in `divergences.py`.
+source. p, q and d are those of `divergences.py`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,20 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from .divergences import JSD, Divergence, ForwardKL, ReverseKL
-from .triton_common import expm1, expm1_minus
+from .triton_common import expm1
 
 
 class DivergenceFunctions(NamedTuple):
-    """A divergence's functions on a block of a row, or on its sums.
+    """A divergence's functions on a block of a row.
 
     Attributes:
         addend: `(p, q, d, beta)`: the part of each entry in the divergence; not below 0, and exact
             to the rounding where p and q are close.
         moment: `(p, q, d, mean, beta)`: `p (h - mean)`.
-        value: of a divergence that takes one sweep. There d is off by c, `minus_c` is log(sum p
-            e^-(d + c)), sums of e^z are `total` and `ref_total`, and q is in units of total, once
-            `shifted`. `(sum of addends, total, ref_total, minus_c, shifted)` to the divergence,
-            and to what of the sum is c's.
-        mean: likewise: `(divergence, error)` to the mean of h, where d is off by `error`.
     """
 
     addend: JITFunction
     moment: JITFunction
-    value: JITFunction | None = None
-    mean: JITFunction | None = None
 
 
 @triton.constexpr_function
@@ -85,17 +78,6 @@ def _reverse_moment(p, q, d, mean, beta):
     return tl.where(p == 0.0, 0.0, tl.where(d == float("inf"), d, p * (d - mean)))
 
 
-@triton.jit
-def _reverse_value(addends, total, ref_total, minus_c, shifted):
-    c_excess = expm1_minus(minus_c)
-    return addends / total - c_excess, c_excess
-
-
-@triton.jit
-def _reverse_mean(divergence, error):
-    return divergence - error
-
-
 # The forward KL
 
 
@@ -109,17 +91,6 @@ def _forward_addend(p, q, d, beta):
 @triton.jit
 def _forward_moment(p, q, d, mean, beta):
     return tl.where(tl.abs(d) < small(), -p * (expm1(-d) + mean), p - q - p * mean)
-
-
-@triton.jit
-def _forward_value(addends, total, ref_total, minus_c, shifted):
-    c_excess = expm1_minus(-minus_c)
-    return addends / tl.where(shifted, total * tl.exp(minus_c), ref_total) - c_excess, c_excess
-
-
-@triton.jit
-def _forward_mean(divergence, error):
-    return -expm1(error)
 
 
 # The generalised Jensen-Shannon divergence
@@ -139,14 +110,10 @@ def _jsd_moment(p, q, d, mean, beta):
 
 
 FUNCTIONS = {
-    ReverseKL: DivergenceFunctions(
-        _reverse_addend, _reverse_moment, _reverse_value, _reverse_mean
-    ),
-    ForwardKL: DivergenceFunctions(
-        _forward_addend, _forward_moment, _forward_value, _forward_mean
-    ),
+    ReverseKL: DivergenceFunctions(_reverse_addend, _reverse_moment),
+    ForwardKL: DivergenceFunctions(_forward_addend, _forward_moment),
     JSD: DivergenceFunctions(_jsd_addend, _jsd_moment),
-}  # fmt: skip
+}
 
 
 def functions_of(divergence: Divergence) -> DivergenceFunctions:

@@ -1,14 +1,9 @@
 """Triton kernels that read two models' logits of the same tokens, one program per row.
 
-They compute what `pairs.py` does, with the functions of `triton_divergences.py`. A divergence that
-takes one sweep is read beside the statistics, though d is known only when both sums are. Until then
-it is off by one number c of the row, which follows from a sum of its own. For the reverse KL:
-
-    sum p e^-(d + c) = e^-c,    sum p (d + c + e^-(d + c) - 1) = L + c + e^-c - 1
-
-A row in which the second would cancel is swept once more, with c subtracted. Statistics and
-gradient make d alike, so that its rounding is in the mean of h as it is in h: where a row has one
-likely id, the gradient is what is left of these two.
+They compute what `pairs.py` does, with the functions of `triton_divergences.py`: statistics of both
+rows, then the divergence and the mean of h, then the gradient. The last two make d alike, so that
+its rounding error is the same in h and in its mean: where a row has one likely id, the gradient is
+the small difference of these two.
 
 In the kernels a `model` is `(row_ptr, logit_scale, softcap, scale)`, and its `sums` are, per lane,
 of e^x, of e^x x, and the largest x: logits less the row's anchor, to base 2.
@@ -26,7 +21,7 @@ from . import LogitTransform, RowGrads
 from .divergences import Divergence
 from .pair_stats import PairStats
 from .triton_common import Launch, device_of, ln_2, log2_e, reach
-from .triton_divergences import functions_of, log1p, phi, small
+from .triton_divergences import functions_of
 from .triton_logits import (
     _anchor,
     _load_logits,
@@ -119,13 +114,11 @@ def _add_exps(sums, x, exps):
 
 @triton.jit
 def _add_pair(
-    state, start, V, model, ref_model, anchors,
-    STEPS: tl.constexpr, REF_STEPS: tl.constexpr, ADDEND: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+    state, start, V, model, ref_model, anchor, ref_anchor,
+    STEPS: tl.constexpr, REF_STEPS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Adds a block to each lane's sums and maxima."""
-    sums, ref_sums, ref_at_peak, addends, excess = state
-    anchor, ref_anchor, shift, known = anchors
+    sums, ref_sums, ref_at_peak = state
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
     u, _ = _load(model, offs_v, mask_v, STEPS)
@@ -133,15 +126,7 @@ def _add_pair(
     x = _to_log2(u, anchor, model, mask_v)
     y = _to_log2(t, ref_anchor, ref_model, mask_v)
     ref_at_peak = tl.where(x > sums[2], y, ref_at_peak)
-    p = tl.exp2(x)
-    sums = _add_exps(sums, x, p)
-    ref_sums = _add_exps(ref_sums, y, tl.exp2(y))
-    if ADDEND is not None:
-        d = _log_ratio(u, t, model, ref_model, shift)
-        q = tl.exp2(y + known * log2_e())
-        addends += ADDEND(p, q, d, 0.0)
-        excess += tl.where(tl.abs(d) < small(), p * (phi(d) - d), q - p)
-    return sums, ref_sums, ref_at_peak, addends, excess
+    return _add_exps(sums, x, tl.exp2(x)), _add_exps(ref_sums, y, tl.exp2(y)), ref_at_peak
 
 
 @triton.jit
@@ -164,6 +149,15 @@ def _store_softmax(
     return log_total
 
 
+# Statistics of both rows. For either model, with x = (u - anchor) scale / ln 2 of its logits u,
+#
+#     S = sum 2^x,   lse = anchor scale + log S,   E = log S - ln 2 (sum 2^x x) / S
+#
+# and shift = lse - lse'.
+# Numerics: the anchor is subtracted before a product could round what is below a large logit's ulp,
+# and the shift comes from anchors and sums, not from the rounded lse. A row whose largest logit is
+# out of its anchor's reach is swept again from the largest.
+# Cost: one sweep, 8 bytes read per pair of logits; an `INVARIANT` launch reads each row twice.
 @per_row
 def pair_stats_kernel(
     logits_ptr, ref_logits_ptr, targets_ptr, temperature_ptr, ref_temperature_ptr, stats_ptr,
@@ -172,7 +166,6 @@ def pair_stats_kernel(
     logit_scale, softcap, temperature, ref_logit_scale, ref_softcap, ref_temperature,
     STEPS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
     REF_STEPS: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
-    ADDEND: tl.constexpr, VALUE: tl.constexpr, MEAN: tl.constexpr,
     INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -193,38 +186,30 @@ def pair_stats_kernel(
     ref_anchor = _anchor_of(ref_model, ref_target_logit, last, REF_STEPS, BLOCK_V)
 
     whole = V // BLOCK_V * BLOCK_V
-    # d is less the difference of the anchors, and less what is known of that of the sums.
-    shift = anchor * scale - ref_anchor * ref_scale
-    known = tl.zeros((), tl.float32)
     total = tl.zeros((), tl.float32)
     ref_total = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
     ref_weighted = tl.zeros((), tl.float32)
-    divergence = tl.zeros((), tl.float32)
-    minus_c = tl.zeros((), tl.float32)
     peak = tl.zeros((), tl.float32)
     ref_at_peak = tl.zeros((), tl.float32)
     ref_peak = tl.zeros((), tl.float32)
-    shifted = False
     again = True
     while again:
         state = (
             _no_sums(BLOCK_V), _no_sums(BLOCK_V),
             tl.full((BLOCK_V,), float("-inf"), tl.float32),
-            tl.zeros((BLOCK_V,), tl.float32), tl.zeros((BLOCK_V,), tl.float32),
         )  # fmt: skip
-        anchors = anchor, ref_anchor, shift, known
         for start in range(0, whole, BLOCK_V):
             state = _add_pair(
-                state, start, V, model, ref_model, anchors,
-                STEPS, REF_STEPS, ADDEND, True, BLOCK_V,
+                state, start, V, model, ref_model, anchor, ref_anchor,
+                STEPS, REF_STEPS, True, BLOCK_V,
             )  # fmt: skip
         for start in range(whole, V, BLOCK_V):
             state = _add_pair(
-                state, start, V, model, ref_model, anchors,
-                STEPS, REF_STEPS, ADDEND, False, BLOCK_V,
+                state, start, V, model, ref_model, anchor, ref_anchor,
+                STEPS, REF_STEPS, False, BLOCK_V,
             )  # fmt: skip
-        sums, ref_sums, at_peaks, addends, excess = state
+        sums, ref_sums, at_peaks = state
         totals, weights, peaks = sums
         ref_totals, ref_weights, ref_peaks = ref_sums
         total = _sum(totals, INVARIANT, BLOCK_V)
@@ -238,21 +223,6 @@ def pair_stats_kernel(
         if again:
             anchor = _anchor_of(model, target_logit, V, STEPS, BLOCK_V)
             ref_anchor = _anchor_of(ref_model, ref_target_logit, V, REF_STEPS, BLOCK_V)
-            shift = anchor * scale - ref_anchor * ref_scale
-        if ADDEND is not None:
-            # The log of the sum of p e^-(d + c): from e^-c - 1 where c is small.
-            expm1_c = _sum(excess, INVARIANT, BLOCK_V) / total
-            by_logs = (tl.log2(ref_total) - tl.log2(total)) * ln_2() + known
-            minus_c = tl.where(tl.abs(expm1_c) < 0.5, log1p(expm1_c), by_logs)
-            addend_sum = _sum(addends, INVARIANT, BLOCK_V)
-            divergence, c_excess = VALUE(addend_sum, total, ref_total, minus_c, shifted)
-            # What cancels may be 8 times what is left of it. A NaN or an infinity never is.
-            cancels = (not (c_excess <= divergence * 8.0)) & (not shifted) & (not again)
-            if cancels:
-                shift -= minus_c
-                known -= minus_c
-                shifted = True
-            again = again | cancels
 
     out_ptr = stats_ptr + row
     log_total = _store_softmax(out_ptr, stride_stats, model, target_logit, anchor, total, weighted)
@@ -260,16 +230,8 @@ def pair_stats_kernel(
         out_ptr + 3 * stride_stats, stride_stats, ref_model, ref_target_logit, ref_anchor,
         ref_total, ref_weighted,
     )  # fmt: skip
-    if ADDEND is None:
-        tl.store(out_ptr + 6 * stride_stats, shift + (log_total - ref_log_total) * ln_2())
-    else:
-        # h is of the shift as stored, and so is its mean: off by what the difference rounds away.
-        stored = shift - minus_c
-        moved = stored - shift
-        error = ((stored - moved) - shift) + (moved + minus_c)
-        tl.store(out_ptr + 6 * stride_stats, stored)
-        tl.store(out_ptr + 7 * stride_stats, tl.where(divergence < 0.0, 0.0, divergence))
-        tl.store(out_ptr + 8 * stride_stats, MEAN(divergence, error))
+    shift = (anchor * scale - ref_anchor * ref_scale) + (log_total - ref_log_total) * ln_2()
+    tl.store(out_ptr + 6 * stride_stats, shift)
     tl.store(out_ptr + 9 * stride_stats, anchor * scale + peak * ln_2())
     tl.store(out_ptr + 10 * stride_stats, ref_anchor * ref_scale + ref_at_peak * ln_2())
     tl.store(out_ptr + 11 * stride_stats, ref_anchor * ref_scale + ref_peak * ln_2())
@@ -306,6 +268,9 @@ def _row_stats(stats_ptr, stride_stats, model, ref_model):
     return anchor, ref_anchor, log_total, log_total - sums_offset * log2_e(), shift
 
 
+# The divergence L = sum addend(p, q, d) and the mean of h, sum p h, by the statistics of both rows.
+# Numerics: addends are not below 0 and exact to their rounding, so that close models keep digits.
+# Cost: one sweep, 8 bytes read per pair of logits.
 @per_row
 def divergences_kernel(
     logits_ptr, ref_logits_ptr, temperature_ptr, ref_temperature_ptr, stats_ptr,
@@ -336,6 +301,14 @@ def divergences_kernel(
     tl.store(stats_ptr + row + 8 * stride_stats, tl.sum(moments, axis=0))
 
 
+# The gradient of the policy's raw logits, with c = d_divergence scale and the target y:
+#
+#     dL/dz_j = c p_j (h_j - mean) - p_j (d_softmax + d_entropy (log p_j + E)),   j != y
+#     dL/dz_y = c p_y (h_y - mean) + at_target
+#     dL/du_j = dL/dz_j softcap'(u_j) logit_scale / T
+#
+# Numerics: d is computed as in `divergences_kernel`, whose mean has the same rounding error.
+# Cost: one sweep, per pair of logits 8 bytes read and 2 or 4 written.
 @per_row
 def pair_grads_kernel(
     logits_ptr, ref_logits_ptr, targets_ptr, temperature_ptr, ref_temperature_ptr, stats_ptr,
@@ -405,15 +378,10 @@ def pair_stats(
     ref_transform: LogitTransform,
     out: PairStats,
     *,
-    divergence: Divergence | None,
     invariant: bool = False,
-    store_slopes: bool = False,
     launch: Launch = PAIR_LAUNCH,
-) -> bool:
+) -> None:
     count, V = logits.shape
-    functions = None
-    if divergence is not None and divergence.one_sweep:
-        functions = functions_of(divergence)
     if count:
         with device_of(logits):
             pair_stats_kernel[(count,)](
@@ -423,15 +391,9 @@ def pair_stats(
                 logits.stride(0), ref_logits.stride(0), out.values.stride(0),
                 *_scalars(transform, ref_transform),
                 **_flags(transform, ref_transform),
-                ADDEND=functions and functions.addend,
-                VALUE=functions and functions.value,
-                MEAN=functions and functions.mean,
                 INVARIANT=invariant,
                 **block_of(launch, V),
             )  # fmt: skip
-    if divergence is not None and functions is None:
-        divergences(logits, ref_logits, transform, ref_transform, out, divergence=divergence)
-    return False
 
 
 def divergences(

@@ -45,9 +45,10 @@ kernels/__init__.py: test_pairs
 kernels/triton_logits.py: test_backends
     _add_block: float("-inf") -> 0.0
 kernels/pairs.py: test_two_heads
-    _slopes: torch.sub(h, mean[:, None], out=scratch) -> h
-    _divergence_and_slopes: _FAR -> -_FAR
-    _sum_of_addends: (-1, 1) -> ()
+    pair_grads_: value=-1.0 -> value=0.0
+    _sum_of_addends: value=18.0 -> value=0.0
+kernels/divergences.py: test_two_heads
+    beyond: math.exp(NEAR) -> math.exp(-NEAR)
 head/two_heads.py: test_pairs
     DivergenceReadout.select: self.reference -> self.spec
 loss/grpo_loss.py: test_pairs
@@ -108,12 +109,12 @@ kernels/triton_logits.py: test_backends
     block_of: min(launch.num_warps, block_v // 64) -> launch.num_warps
 kernels/triton_pairs.py: test_two_heads
     _add_pair: ref_model, mask_v -> ref_model, True
-    pair_stats_kernel: again = again | cancels -> pass
-    pair_stats_kernel: (moved + minus_c) -> (moved + minus_c) * 0.0
+    pair_stats_kernel: (log_total - ref_log_total) * ln_2() -> 0.0 * ref_log_total
+    divergences_kernel: MOMENT(p, q, d, 0.0, beta) -> 0.0 * d
 kernels/triton_divergences.py: test_two_heads
     _jsd_moment: tl.where(p == 0.0, 0.0, p * (log_pm - mean))
         -> tl.where(p > 0.0, p * (log_pm - mean), 0.0)
-    _forward_value: tl.where(shifted, total * tl.exp(minus_c), ref_total) -> total
+    _forward_moment: -p * (expm1(-d) + mean) -> -p * expm1(-d)
 kernels/triton_logits.py: test_logits
     token_stats_kernel: tl.where(i == own, others, i) -> i
 kernels/triton_logits.py: test_batch_invariant
