@@ -17,6 +17,7 @@ log-prob: two GEMMs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,6 @@ from .call import HeadCall, head_call
 from .execution import Execution
 from .lm_head import LMHead, Support
 from .plan import GradMode, HeadPlan, local_head, plan_head, with_targets
-from .products import Gradients
 
 if TYPE_CHECKING:
     from ..kernels.pair_stats import PairStats
@@ -206,9 +206,9 @@ def _first_pass(
         like.new_zeros(shape, dtype=torch.float32)
         for shape in ((N, K) if K > 1 else (N,), *[(N,)] * (plan.stats.size() - 1))
     ]
-    grads = None if plan.grad_mode == GradMode.RECOMPUTE else plan.gradients(tensors)
     with torch.autocast(like.device.type, enabled=False):
         head = plan.chunked_head(tensors)
+        grads = None if plan.grad_mode == GradMode.RECOMPUTE else plan.gradients(tensors)
         for chunk in plan.rows.chunks():
             stats = head.forward(chunk)
             for x, values in zip(per_token, stats):  # noqa: B905 - `total` is not stored
@@ -265,8 +265,8 @@ def _gradients(
     plan: HeadPlan,
 ) -> list[Tensor | None]:
     """Makes the gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
-    grads = Gradients(tensors, needs_grad, every_row=plan.rows.num_rows == len(tensors[0]))
     head = plan.chunked_head(tensors)
+    grads = replace(plan, needs_grad=needs_grad).gradients(tensors)
     for chunk in plan.rows.chunks():
         head.restore(chunk, stats.at(chunk.index))
         head.backward(chunk, grads, d_stats.each(itemgetter(chunk.index)))
