@@ -14,7 +14,7 @@ from grpo_kernels.head.products import (
     as_operand,
     column_slices,
     columns_at_once,
-    new_rows,
+    new_buffers,
     slices_of,
 )
 from tests.helpers.batches import config, make_batch, relative_error
@@ -93,8 +93,9 @@ def test_columns_that_tensor_cores_cannot_take_go_apart(V, dtype, major, expecte
     with CountedCUDA(major=major):
         weight = torch.empty(V, 16, dtype=dtype, device="cuda")
         assert [(x.start, x.stop) for x in column_slices(weight)] == expected
-        assert new_rows(weight, 2, V, dtype).stride() == (1024, 1)  # where vectors begin
-    assert new_rows(torch.empty(0), 2, V, dtype).is_contiguous()
+        (rows,) = new_buffers(weight, V, [(2, dtype)])
+        assert rows.shape == (2, V) and rows.stride() == (1024, 1)  # where vectors begin
+    assert new_buffers(torch.empty(0), V, [(2, dtype)])[0].is_contiguous()
 
 
 def test_a_weight_that_no_gemm_takes_is_copied():

@@ -23,6 +23,7 @@ log-prob: two GEMMs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -47,7 +48,6 @@ from .call import HeadCall, head_call
 from .execution import Execution
 from .lm_head import LMHead, Support
 from .plan import GradMode, HeadPlan, local_head, plan_head, with_targets
-from .products import Gradients
 
 if TYPE_CHECKING:
     from ..kernels.pair_stats import PairStats
@@ -217,9 +217,9 @@ def _first_pass(
         for shape in ((N, K) if K > 1 else (N,), *[(N,)] * (plan.stats.size() - 1))
     ]
     stores_grads = plan.grad_mode in (GradMode.FROM_EXPS, GradMode.FROM_LOGITS)
-    grads = plan.gradients(tensors) if stores_grads else None
     with torch.autocast(like.device.type, enabled=False):
         head = plan.chunked_head(tensors)
+        grads = plan.gradients(tensors) if stores_grads else None
         for chunk in plan.rows.chunks():
             stats = head.forward(chunk)
             for x, values in zip(per_token, stats):  # noqa: B905 - `total` is not stored
@@ -288,8 +288,8 @@ def _gradients(
     plan: HeadPlan,
 ) -> list[Tensor | None]:
     """Makes the gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
-    grads = Gradients(tensors, needs_grad, every_row=plan.rows.num_rows == len(tensors[0]))
     head = plan.chunked_head(tensors)
+    grads = replace(plan, needs_grad=needs_grad).gradients(tensors)
     for chunk in plan.rows.chunks():
         head.restore(chunk, stats.at(chunk.index))
         head.backward(chunk, grads, d_stats.each(itemgetter(chunk.index)))
@@ -311,9 +311,9 @@ def _from_kept(
     exps, total = kept
     stats = cast(TokenStats, stats)
     (chunk,) = plan.rows.chunks()
-    every_row = plan.rows.num_rows == len(tensors[0])
-    grads = Gradients(tensors, needs_grad, every_row=every_row, rounded=plan.spec.dtype)
-    head = plan.chunked_head(tensors)
+    grads = replace(plan, needs_grad=needs_grad).gradients(tensors)
+    # It needs no buffers.
+    head = replace(plan, rows=replace(plan.rows, num_rows=0, num_grad_rows=0)).chunked_head(tensors)
     with borrowed(exps) as are_there:
         if not are_there:
             return None

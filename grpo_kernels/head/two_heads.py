@@ -8,6 +8,7 @@ formulas. Four GEMMs: one for the logits of each model, two for the gradients of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class DivergenceReadout(TargetReadout):
         super().__init__(spec, ranks, entropy=True)
         assert spec.reference is not None and spec.divergence is not None
         self.reference, self.divergence = spec.reference, spec.divergence
-        self.ref_logits = ChunkLogits(tensors, spec.reference, rows)
+        self.ref_logits = ChunkLogits(tensors, spec.reference, replace(rows, num_grad_rows=0))
         self.pairs = pairs_of(spec.backend)
 
     def select(self, chunk: Chunk) -> None:
