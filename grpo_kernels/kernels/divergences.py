@@ -22,9 +22,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-# Below this |log(a/b)| series replace `a - b` and `a log(a/b) + b - a`, which cancel.
-NEAR = 0.15
-
 
 class KLTerm(NamedTuple):
     """A part of a divergence, `weight * sum a log(a / b)`, with b the divergence's `base`."""
@@ -38,7 +35,7 @@ class KLTerm(NamedTuple):
 class Divergence:
     """A divergence of the reference's softmax q and the policy's p.
 
-    The methods on p and q, float32 `[C, V]`, have spare tensors of this shape for what they return.
+    Methods on p and q, float32 `[C, V]`, may return a tensor in the memory of a `spare` one.
     `beta` is the reference's share of a mixture; a divergence without a mixture ignores it.
 
     Attributes:
@@ -69,11 +66,11 @@ class Divergence:
         """The distribution b from which the terms are KLs."""
         raise NotImplementedError(f"{type(self).__name__}.base")
 
-    def weighted_h(self, p: Tensor, q: Tensor, terms: list[KLTerm], spare: list[Tensor]) -> Tensor:
+    def weighted_h(self, p: Tensor, q: Tensor, terms: list[KLTerm]) -> Tensor:
         """`p h`, with the h of the gradient `p (h - sum p h)`: dL/dp up to a constant and `scale`.
 
         Here h is the first term's logarithm. inf makes the gradient infinite; NaN counts as 0 where
-        p is 0. May overwrite the terms' logarithms.
+        p is 0. May overwrite q and the terms' logarithms.
         """
         return terms[0].log_ratio.mul_(p)
 
@@ -107,12 +104,9 @@ class ForwardKL(Divergence):
     def base(self, p: Tensor, q: Tensor, spare: Tensor) -> Tensor:
         return p
 
-    def weighted_h(self, p: Tensor, q: Tensor, terms: list[KLTerm], spare: list[Tensor]) -> Tensor:
-        # p - q cancels between close models: (p - q e^-c) - q (1 - e^-c), with c = -d clamped.
-        # 1 - e^-c is 12 c / ((c + 3)^2 + 3), to c^4/720 of it.
-        rest, y, c = beyond(q, p, *spare[:2]), spare[1], terms[0].log_ratio.clamp_(-NEAR, NEAR)
-        torch.add(c, 3.0, out=y).square_().add_(3.0)
-        return rest.addcmul_(q, c.div_(y), value=-12.0)
+    def weighted_h(self, p: Tensor, q: Tensor, terms: list[KLTerm]) -> Tensor:
+        # p - q, which cancels between close models.
+        return terms[0].log_ratio.mul_(-0.5).tanh_().mul_(torch.add(p, q, out=q))
 
 
 class JSD(Divergence):
@@ -140,12 +134,6 @@ class JSD(Divergence):
 
 
 DIVERGENCES: dict[str, type[Divergence]] = {x.name: x for x in (ReverseKL, ForwardKL, JSD)}
-
-
-def beyond(a: Tensor, b: Tensor, out: Tensor, spare: Tensor) -> Tensor:
-    """`b - a e^-c`, with c = log(a / b) clamped to [-NEAR, NEAR]: 0 where a and b are near."""
-    least, most = torch.mul(a, math.exp(-NEAR), out=out), torch.mul(a, math.exp(NEAR), out=spare)
-    return torch.sub(b, torch.clamp(b, least, most, out=out), out=out)
 
 
 def to_mixture_(d: Tensor, beta: float, out: Tensor) -> tuple[Tensor, Tensor]:
