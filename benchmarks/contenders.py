@@ -33,8 +33,8 @@ from grpo_kernels import (
     reference,
 )
 
-# Rows per chunk for Liger's fused linear loss.
-LIGER_CHUNK = 512
+# Rows per chunk for Liger's fused linear loss, and on a CPU for torch's.
+ROWS_PER_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,21 @@ def compiled(w: Workload) -> Tensor:
     return _loss_of(w, _compiled_logps()(hidden, w.weight, targets))
 
 
-def torch_linear_cross_entropy(w: Workload) -> Tensor:
-    """Uses reduction "none", as a policy loss weighs every token; torch does not chunk it."""
+def torch_linear_cross_entropy(w: Workload, **how: Any) -> Tensor:
+    """Runs PyTorch's head with reduction "none", as a policy loss weighs every token."""
     hidden, targets = _rows(w)
-    return _loss_of(w, -F.linear_cross_entropy(hidden, w.weight, targets, reduction="none"))
+    nll = F.linear_cross_entropy(hidden, w.weight, targets, reduction="none", **how)
+    return _loss_of(w, -nll)
+
+
+def torch_chunked(w: Workload) -> Tensor:
+    """The same in chunks, whose logits the backward computes again.
+
+    Torch's own choice suits a GPU: chunks of 8 of 1,024 rows, which take a CPU 7 times as long.
+    """
+    rows = ROWS_PER_CHUNK if w.hidden.device.type == "cpu" else None
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
+    return torch_linear_cross_entropy(w, options=options)
 
 
 def one_pass(w: Workload, **execution: Any) -> Tensor:
@@ -138,7 +149,7 @@ def liger_fused_linear(w: Workload) -> Tensor:
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
     # By default a chunk is one sequence; those of the workloads are too short to be fast.
-    chunk_size = max(1, LIGER_CHUNK // w.targets.shape[1])
+    chunk_size = max(1, ROWS_PER_CHUNK // w.targets.shape[1])
     loss = LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, loss_type="dapo", chunk_size=chunk_size,
         compiled=w.hidden.device.type == "cuda",
@@ -196,7 +207,7 @@ def liger_divergence(w: Workload) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
     loss = LigerFusedLinearJSDLoss(
-        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=1.0, chunk_size=LIGER_CHUNK,
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=1.0, chunk_size=ROWS_PER_CHUNK,
         compiled=w.hidden.device.type == "cuda",
     )  # fmt: skip
     states, head = _teacher(w)
@@ -243,8 +254,8 @@ def _compiler_absent(device: torch.device) -> str | None:
     return None
 
 
-def _linear_cross_entropy_absent(_: torch.device) -> str | None:
-    return None if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has none"
+def _torch_has(name: str, module: Any) -> Callable[[torch.device], str | None]:
+    return lambda _: None if hasattr(module, name) else f"torch {torch.__version__} has no {name}"
 
 
 BASELINE = "eager, log_softmax"
@@ -254,7 +265,10 @@ CONTENDERS: dict[str, Contender] = {
     BASELINE: Contender(eager, divergence=eager_divergence),
     OURS[0]: Contender(one_pass, divergence=fused_divergence),
     OURS[1]: Contender(two_passes),
-    "torch linear CE": Contender(torch_linear_cross_entropy, _linear_cross_entropy_absent),
+    "torch linear CE": Contender(torch_linear_cross_entropy, _torch_has("linear_cross_entropy", F)),
+    "torch linear CE, chunked": Contender(
+        torch_chunked, _torch_has("LinearCrossEntropyOptions", torch.nn)
+    ),
     "TRL chunked head": Contender(trl_chunked, _needs("trl"), trl_divergence),
     "Liger scaled CE": Contender(liger_scaled_cross_entropy, _needs("liger_kernel")),
     "cut-cross-entropy": Contender(cut_cross_entropy, _needs("cut_cross_entropy", cuda=True)),
@@ -263,7 +277,7 @@ CONTENDERS: dict[str, Contender] = {
     "eager, compiled": Contender(compiled, _compiler_absent),
 }
 # Contenders that run in the benchmark's process on a GPU: no peers' code, nothing that compiles.
-TRUSTED = (BASELINE, *OURS, "torch linear CE")
+TRUSTED = (BASELINE, *OURS, "torch linear CE", "torch linear CE, chunked")
 
 
 def contenders_of(w: Workload) -> list[str]:
