@@ -150,13 +150,9 @@ class _Distillation(torch.autograd.Function):
                 values[:, chunk.index] = stats.values
                 if any(plan.needs_grad):
                     d = scaled(weight, scale).expand(chunk.size)
-                    if plan.rows.has_masked and plan.tokens is not None:
-                        d = d * plan.tokens[chunk.index]
                     head.backward(
                         chunk, grads, StatGrads(divergence=d.contiguous())
                     )  # GEMMs 3 and 4
-            if plan.rows.has_masked and plan.tokens is not None:
-                values.masked_fill_(~plan.tokens, 0.0)
         keep_gradients(ctx, tensors, scale, grads.finalize())
         ctx.mark_non_differentiable(values)
         return weight * PairStats(values).divergence.sum(), values

@@ -169,7 +169,7 @@ def fused_grpo_loss(
         support,
         GradMode.of(call, one_pass=one_pass, other_grads=other_grads),
         entropy=True,
-        with_grad=None if execution.capturable else _tokens_with_grad(config, inputs),
+        with_grad=_tokens_with_grad(config, inputs),
         reference=None if config.exact_kl or not config.beta else other,
         loss_settings={
             "one pass": one_pass,
@@ -215,8 +215,6 @@ class _OnePass(torch.autograd.Function):
         d_divergence = d_kl(config, inputs)
         entropy_has_grad = any_grad and config.entropy_has_gradient
         loss = None
-        # With a cross-entropy term there are rows outside the policy's mask.
-        masked = plan.rows.has_masked or inputs.ce_weights is not None
         with torch.autocast(logps.device.type, enabled=False):
             dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
             scale = float16_scale(dtypes, partial(_largest_weight, config, inputs))
@@ -224,7 +222,7 @@ class _OnePass(torch.autograd.Function):
             for chunk in plan.rows.chunks():
                 index = chunk.index
                 stats = head.forward(chunk)  # GEMM 1
-                chunk_inputs = inputs.at(index, masked=masked)
+                chunk_inputs = inputs.at(index)
                 if d_divergence is not None:
                     kl[index] = stats.divergence
                     chunk_inputs = replace(chunk_inputs, kl=stats.divergence)
@@ -249,8 +247,6 @@ class _OnePass(torch.autograd.Function):
                 if d_stats.entropy is not None:
                     d_entropy[index] = d_stats.entropy
                 head.backward(chunk, grads, d_stats)  # GEMMs 2 and 3
-            if plan.rows.has_masked and plan.tokens is not None:
-                per_token[:3].masked_fill_(~plan.tokens, 0.0)
         keep_gradients(ctx, tensors, scale, grads.finalize())
         d_outputs = [d_logps if any_grad else None, d_entropy if entropy_has_grad else None]
         if loss is None:

@@ -110,7 +110,6 @@ CALLS = {
     "packed": (loss("mask old_logps cu_seqlens num_items", shape=(N,)), [[900, 900]], 3, 4, 115),
     "cross-entropy": (loss("mask old_logps ce_weights"), [[N, 900]], 6, 6, 145),
     "LoRA": (loss("old_logps", "bias low_rank temperature"), [[N]], 5, 13, 95),
-    "capturable": (loss("mask old_logps", capturable=True), [], 5, 6, 85),
     # What is frozen costs no GEMM.
     "loss, frozen head": (loss("old_logps", frozen="weight"), [[N]], 5, 5, 65),
     "loss, head alone": (loss("old_logps", frozen="hidden"), [[N]], 5, 5, 65),
@@ -134,15 +133,12 @@ CALLS = {
     "batch-invariant": (loss("old_logps", batch_invariant=True, **HALVES), [[N]], 10, 18, 80),
     # Two passes: the second makes the logits again, of rows that it reads the number of.
     "log-probs": (logps(**HALVES), [[], [N]], 20, 24, 55),
-    "log-probs, capturable": (logps("mask", capturable=True), [], 5, 7, 50),
     "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 24, 430),
     "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 175),
     # With a frozen head the forward keeps the gradients.
     "frozen": (logps(frozen="weight", **HALVES), [[]], 16, 18, 35),
-    "not kept": (logps(frozen="weight", keep_gradients=False, **HALVES), [[], [N]], 20, 22, 35),
     # Two heads: their logits side by side, in one sweep.
     "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 4, 8, 35),
-    "distillation, capturable": (distillation("mask reference", capturable=True), [], 2, 4, 40),
     "exact KL": (loss("mask old_logps reference", cfg=EXACT_KL), [[N]], 3, 4, 85),
     "reference": (loss("mask old_logps reference", cfg={"beta": 0.1}), [[N]], 9, 10, 85),
     # Tokens of a support: how many there are is read, and how many entries. Launches depend on
@@ -204,12 +200,9 @@ def test_the_gradient_of_a_head_is_a_float32_sum_unless_one_product_is_all_of_it
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_objective_reads(name):
-    """A capturable call, where every row is computed, and a loss of log-probs read nothing."""
-    cfg, names = OBJECTIVES[name]
-    fused = loss(" ".join(("mask", *names)), cfg=cfg, capturable=True)
-    for call in (loss_of_logps(name), fused):
-        for num_items in ({}, {"num_items": 7}, {"num_items": 7.5}):
-            assert not count(call, **num_items).transfers
+    """A loss of log-probs reads nothing: a CUDA graph can capture it."""
+    for num_items in ({}, {"num_items": 7}, {"num_items": 7.5}):
+        assert not count(loss_of_logps(name), **num_items).transfers
 
 
 @pytest.mark.parametrize("chunks", (1, 2))

@@ -71,8 +71,6 @@ EXECUTION_OPTIONS = {
     "backend": {"triton": lambda b: "triton"},
     "chunk_bytes": {"chunk_bytes": lambda b: CHUNK},
     "batch_invariant": {"batch_invariant": lambda b: True},
-    "capturable": {"capturable": lambda b: True},
-    "keep_gradients": {"made_again": lambda b: False},
 }
 CALL_OPTIONS = {
     "old_logps": {"old_logps": lambda b: b.old_logps},
@@ -100,8 +98,6 @@ NAMED = {
 # Pairs that are refused: the argument that the error names, and why.
 REFUSED = {
     ("support", "batch_invariant"): "support",  # which entries are gathered depends on the batch
-    ("support", "capturable"): "support",  # how many entries there are is read
-    ("ranks", "capturable"): "capturable",  # the ranks' shares are read
     ("support", "reference"): "reference",  # its softmax would be over the sets
     ("support", "exact_kl"): "reference",
     ("ref_logps", "reference"): "ref_logps",  # the reference computes them
@@ -421,7 +417,7 @@ def test_pair(pair, call):
 # Options that may conflict with an objective; one of so many cases is in the fast tier.
 BESIDE = {
     "chunk_bytes": 1, "packed": 2, "triton": 3, "support": 3, "ce_weights": 3, "reference": 4,
-    "exact_kl": 4, "capturable": 6,
+    "exact_kl": 4,
 }  # fmt: skip
 # More tokens than a block of the kernel has.
 MANY = {"B": 11, "T": 31}

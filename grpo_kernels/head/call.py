@@ -19,12 +19,12 @@ from ..base.checks import (
     name_of,
     saveable,
 )
-from ..base.layout import Layout, check_targets, selected
+from ..base.layout import Layout, check_targets
 from ..kernels import Backend, LogitTransform, select_backend
 from ..kernels.divergences import Divergence
 from .budget import gpu
 from .execution import Execution, check_execution
-from .lm_head import HeadTerm, LMHead, Reference
+from .lm_head import LMHead, Reference
 
 
 @dataclass(frozen=True)
@@ -163,20 +163,11 @@ def head_call(
     flat_mask = layout.flat_mask(mask, checks)
     temperature = layout.flat_temperature(head.temperature, flat_mask, checks)
     terms = head.terms(hidden)
-    num_state_terms = 1 + (head.low_rank is not None)
-    if execution.capturable and flat_mask is not None:
-        # Masked rows take part, and may hold anything but for the ones of a bias.
-        clean = (HeadTerm(selected(flat_mask, x, 0), y) for x, y in terms[:num_state_terms])
-        terms = (*clean, *terms[num_state_terms:])
-        if flat_targets is not None:
-            flat_targets = selected(flat_mask, flat_targets, 0)
-        if isinstance(temperature, Tensor):
-            temperature = selected(flat_mask, temperature, 1)
     rounding = _rounding(hidden, head.weight, head)
     transform = LogitTransform(float(head.logit_scale), head.softcap, temperature, rounding)
     spec = HeadSpec(
         num_terms=len(terms),
-        has_bias=len(terms) > num_state_terms,
+        has_bias=head.bias is not None,
         targets=flat_targets,
         sampled=sampled,
         mask=flat_mask,

@@ -17,19 +17,12 @@ class Execution:
         chunk_bytes: memory limit of the buffers of logits and their gradient, in bytes. None: on a
             CPU 512 rows of logits, at most 320 MiB; on a GPU 1.75 GiB or 1/16 of its memory,
             whichever is less. With None, a call that runs out of memory warns and retries with
-            half, down to 16 rows (256 if `batch_invariant`); it does not retry on several ranks,
-            with `capturable` or with a support.
+            half, down to 16 rows (256 if `batch_invariant`); it does not retry on several ranks or
+            with a support.
         batch_invariant: each token's log-prob, entropy and gradient of `hidden` have the same bits
             whatever the other tokens of the call, their order and the chunks: every GEMM has 256
             rows, padded if there are fewer. The gradient of `weight` is reproducible but not
             invariant. Does not work with a support.
-        capturable: never reads from the device, so that a CUDA graph can capture the call: every
-            row takes part, also masked ones and those with advantage 0, and assertions on the
-            device check values. Does not work with a support.
-        keep_gradients: with two passes over a frozen head, the forward stores the gradient of each
-            log-prob with respect to `hidden`, `[N, H]` in its dtype, and the backward has no GEMM.
-            False: the backward computes the logits again for rows with a gradient: one GEMM more,
-            less work if most rows have none.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -38,8 +31,6 @@ class Execution:
     backend: str = "auto"
     chunk_bytes: int | None = None
     batch_invariant: bool = False
-    capturable: bool = False
-    keep_gradients: bool = True
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -48,8 +39,6 @@ class Execution:
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"chunk_bytes: expected a positive int, or None; got {size!r}")
         check_bool("batch_invariant", self.batch_invariant)
-        check_bool("capturable", self.capturable)
-        check_bool("keep_gradients", self.keep_gradients)
 
 
 def check_execution(execution: object) -> Execution:

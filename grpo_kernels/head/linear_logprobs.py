@@ -86,7 +86,7 @@ def linear_logprobs(
         `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
         gradients for `hidden` and the tensors of `head`. The backward skips rows whose gradient is
         0. If `head` is frozen, the backward needs no logits, unless `entropy` or `logsumexp` have a
-        gradient (`Execution.keep_gradients`).
+        gradient.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
@@ -175,9 +175,6 @@ class _TwoPasses(torch.autograd.Function):
         *tensors, plan = args
         per_token, stored_grads = _first_pass(tensors, plan)
         ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *stored_grads)
-        if plan.rows.has_masked and plan.tokens is not None:
-            for x in per_token:
-                x.copy_(selected(plan.tokens, x, 0.0))
         ctx.plan, ctx.count = plan, len(tensors)
         ctx.set_materialize_grads(False)
         logps, logsumexp, entropy, *_ = per_token
@@ -200,8 +197,8 @@ def _first_pass(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Computes the statistics of all rows `[N]`, and gradients for the second pass to keep.
 
-    Statistics are in the order of `plan.stats`; those of masked rows may be anything. Gradients are
-    of the sum of the log-probs, one per tensor of the terms that needs one; none in most plans.
+    Statistics are in the order of `plan.stats`, 0 for masked rows. Gradients are of the sum of the
+    log-probs, one per tensor of the terms that needs one; none in most plans.
     """
     N, K, like = len(tensors[0]), plan.spec.targets_per_token, tensors[0]
     # Not views of one tensor: the caller may change them in place.
@@ -244,8 +241,6 @@ def _second_pass(
     if plan.tokens is not None:
         # Masked rows came back as the constant 0, whatever gradient their value is given.
         needed &= plan.tokens
-    if plan.rows.has_masked:
-        d_stats = d_stats.each(lambda x: selected(needed, x, 0.0))
     if stored_grads and only_logps:
         assert d_stats.logps is not None
         return [_scaled_rows(u, d_stats.logps, needed) for u in stored_grads]

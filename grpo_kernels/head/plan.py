@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.checks import ValueChecks
-from ..base.layout import check_target_ids, selected
+from ..base.layout import check_target_ids
 from ..base.memory import ran_out_of_memory
 from ..kernels import TokenStats
 from .budget import RowBytes
@@ -47,8 +47,8 @@ class GradMode(IntEnum):
     def of(call: HeadCall, *, one_pass: bool, other_grads: bool = False) -> GradMode:
         """Chooses the mode of a call.
 
-        Two passes make the gradient in the first one where the head is frozen: there the gradient
-        of each log-prob by its state is kept (`Execution.keep_gradients`).
+        With a frozen head, the first of two passes stores d logp / d hidden; the second multiplies
+        it by the loss's gradient.
 
         Args:
             call: of the policy.
@@ -56,29 +56,16 @@ class GradMode(IntEnum):
             other_grads: whether the loss has a gradient by other statistics than the log-probs.
         """
         needs_grad = call.needs_grad()
-        if one_pass:
-            in_forward = any(needs_grad)
-        else:
-            several = call.spec.targets_per_token > 1
-            in_forward = not other_grads and keeps_gradients(
-                call.spec.execution.keep_gradients, needs_grad[::2], needs_grad[1::2], several
-            )
+        in_forward = any(needs_grad)
+        if not one_pass:
+            several, frozen = call.spec.targets_per_token > 1, not any(needs_grad[1::2])
+            in_forward = in_forward and frozen and not several and not other_grads
         if not in_forward:
             return GradMode.RECOMPUTE
         # A factor per row may be too large or too small for float16.
         if other_grads or call.spec.dtype == torch.float16:
             return GradMode.FROM_LOGITS
         return GradMode.FROM_EXPS
-
-
-def keeps_gradients(
-    keep_gradients: bool,
-    states_need_grad: Sequence[bool],
-    head_needs_grad: Sequence[bool],
-    several: bool,
-) -> bool:
-    """True if two passes keep each log-prob's gradient by its state: the head is frozen."""
-    return keep_gradients and any(states_need_grad) and not any(head_needs_grad) and not several
 
 
 @dataclass(frozen=True)
@@ -154,10 +141,10 @@ class HeadPlan:
     def run(self, work: Callable[[HeadPlan], _T]) -> _T:
         """Calls `work` with this plan; when memory runs out, with half as many rows at a time.
 
-        It is not called again if the caller set `chunk_bytes`, with ranks, or in a graph's capture.
+        It is not called again if the caller set `chunk_bytes`, nor with ranks.
         """
         execution = self.spec.execution
-        fixed = execution.chunk_bytes is not None or execution.capturable or not self.ranks.alone
+        fixed = execution.chunk_bytes is not None or not self.ranks.alone
         least = INVARIANT_ROWS if execution.batch_invariant else _LEAST_ROWS
         plan = self
         while True:
@@ -230,8 +217,6 @@ def reference_logps(reference: HeadCall, plan: HeadPlan) -> Tensor:
         head = ChunkedHead(reference.tensors, spec, rows, readout, keep_exps=False)
         for chunk in rows.chunks():
             logps[chunk.index] = head.forward(chunk).logps
-    if rows.has_masked and plan.tokens is not None:
-        logps.masked_fill_(~plan.tokens, 0.0)
     return logps
 
 
@@ -243,10 +228,7 @@ def with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
             "support, pass entries=True without targets"
         )
     flat = targets.detach().reshape(-1, targets.shape[-1]).long().contiguous()
-    spec = call.spec
-    if spec.execution.capturable and spec.mask is not None:
-        flat = selected(spec.mask, flat, 0)
-    return call._replace(spec=replace(spec, targets=flat))
+    return call._replace(spec=replace(call.spec, targets=flat))
 
 
 def plan_head(

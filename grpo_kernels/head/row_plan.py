@@ -35,7 +35,6 @@ class RowPlan:
         max_logit_rows: rows whose logits are held at a time: a chunk, or a strip of one.
         num_tokens: all rows of the call, masked or not. RowBytes are sized by it: sizes that change
             with the mask fragment the memory of a GPU.
-        has_masked: whether masked rows are computed, too.
         row_bytes: of a row's logits, and of their gradient if it has memory of its own.
     """
 
@@ -45,7 +44,6 @@ class RowPlan:
     max_chunk_rows: int
     max_logit_rows: int
     num_tokens: int
-    has_masked: bool = False
     row_bytes: tuple[int, int] = (0, 0)
 
     def chunks(self) -> Iterator[Chunk]:
@@ -138,19 +136,6 @@ def plan_rows(
         order, num_grad_rows, num_rows, *buffer_rows(weight, row_bytes, chunk_bytes), num_tokens,
         row_bytes=row_bytes.parts,
     )  # fmt: skip
-
-
-def every_row(
-    checks: ValueChecks,
-    weight: Tensor,
-    num_tokens: int,
-    row_bytes: RowBytes,
-    chunk_bytes: int | None,
-) -> RowPlan:
-    """Plans all rows as they lie and reads nothing: checks become assertions on the device."""
-    checks.check_without_sync()
-    sizes = buffer_rows(weight, row_bytes, chunk_bytes)
-    return RowPlan(None, num_tokens, num_tokens, *sizes, num_tokens, True, row_bytes.parts)
 
 
 def order_of(

@@ -258,8 +258,6 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
     assert ranks is not None
     if ranks.group is None:
         raise ValueError("ranks.group: expected a process group, as weight is no DTensor; got None")
-    if spec.execution.capturable:
-        raise ValueError("capturable: expected False where ranks share the vocabulary; got True")
     ours = _settings(call, agreed)
     numbers = [float(ranks.start or 0), float(len(head.weight)), *(x.number for x in ours)]
     # As bits, so that one gather takes the checksum of the ids, too.

@@ -262,11 +262,6 @@ def refuse_with(execution: Execution) -> None:
     """Refuses what a support cannot be computed with."""
     if execution.batch_invariant:
         raise ValueError("support does not work with batch_invariant=True: pass one of the two")
-    if execution.capturable:
-        raise ValueError(
-            "support does not work with capturable=True, as the number of entries is read from the "
-            "device: pass one of the two"
-        )
 
 
 def check_support(

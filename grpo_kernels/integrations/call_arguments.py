@@ -101,7 +101,7 @@ class Labels(NamedTuple):
 
 
 def check_one_sequence(
-    kwargs: dict[str, Any], labels: Labels, scored: Tensor, loss_type: object, *, waits: bool
+    kwargs: dict[str, Any], labels: Labels, scored: Tensor, loss_type: object
 ) -> None:
     """Raises ValueError for rows with targets of several sequences, which a loss cannot tell apart.
 
@@ -110,7 +110,6 @@ def check_one_sequence(
         labels: of the call.
         scored: bool `[B, T]`, the tokens that the loss counts.
         loss_type: of the loss, for the message.
-        waits: whether the host may read a value from the device.
     """
     message = (
         f"{{}} does not work with loss_type={loss_type!r} and these options, which need one "
@@ -131,7 +130,4 @@ def check_one_sequence(
     last = torch.where(scored, sequence, -1).amax(1, keepdim=True)
     checks = ValueChecks()
     checks.add((scored & (sequence != last)).any(1), message.format("position_ids"))
-    if waits:
-        checks.read()
-    else:
-        checks.check_without_sync()
+    checks.read()

@@ -395,7 +395,7 @@ def _fused_forward(
         mask = objective.mask
         if isinstance(mask, Tensor) and mask.shape == scored.shape:  # others are refused later
             scored = scored & (_to(device, mask) != 0)
-        check_one_sequence(kwargs, labels, scored, loss_type, waits=not execution.capturable)
+        check_one_sequence(kwargs, labels, scored, loss_type)
     precision: AbstractContextManager[Any] = nullcontext()
     if attached.float32:
         hidden = hidden.float()

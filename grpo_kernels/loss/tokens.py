@@ -42,14 +42,15 @@ class LossInputs:
     ce_weights: Tensor | None = None
     kl: Tensor | None = None
 
-    def at(self, rows: Tensor | slice, *, masked: bool = False) -> LossInputs:
-        """The tokens of `rows`, some of them `masked` or none; sequences are not told apart."""
+    def at(self, rows: Tensor | slice) -> LossInputs:
+        """The tokens of `rows`, masked only with a cross-entropy; sequences are not told apart."""
         names = (
             "advantages", "weights", "old_logps", "ref_logps", "sampling_logps",
             "importance_sampling_weights", "ce_weights", "kl",
         )  # fmt: skip
         values = {name: x[rows] for name in names if (x := getattr(self, name)) is not None}
-        mask = self.mask[rows] if masked and self.mask is not None else None
+        has_masked = self.ce_weights is not None
+        mask = self.mask[rows] if has_masked and self.mask is not None else None
         return replace(self, **values, mask=mask, sequences=None)
 
 

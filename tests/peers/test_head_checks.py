@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.utils import TransformersKwargs
 
-from grpo_kernels import Execution, GRPOLossConfig
+from grpo_kernels import GRPOLossConfig
 from grpo_kernels.integrations.call_arguments import Labels, check_one_sequence
 from grpo_kernels.integrations.hf_head import check_logits
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head, detach_fused_head
@@ -238,9 +238,6 @@ PACKED = (
 )
 ONES = torch.ones(3)
 SEQUENCE_LOSS = Objective(ONES, config=GRPOLossConfig(loss_type="grpo"))
-WITHOUT_READS = Objective(
-    ONES, config=GRPOLossConfig(loss_type="grpo"), execution=Execution(capturable=True)
-)
 # (arguments of the call, the error)
 NOT_CALLED = (
     ({"labels": None}, "labels: expected token ids .* got neither"),
@@ -263,8 +260,6 @@ NOT_CALLED = (
     ({"seq_idx": torch.zeros(3, 11).int(), "request": SEQUENCE_LOSS}, "seq_idx does not work"),
     *(({"position_ids": x, "labels": batch_of()[0]["input_ids"], "request": SEQUENCE_LOSS},
        "position_ids does not work with loss_type='grpo' and these options") for x in PACKED),
-    ({"position_ids": PACKED[0], "labels": batch_of()[0]["input_ids"], "request": WITHOUT_READS},
-     "position_ids does not work with loss_type='grpo' and these options"),
     ({"request": 1.0}, "fused_head: expected True or an Objective"),
     # Arguments that the model would ignore.
     *(({name: ONES}, f"'{name}' is not an argument of LlamaForCausalLM")
@@ -321,10 +316,8 @@ def test_positions_of_padding_are_no_sequence(padding):
     positions = (attention.cumsum(-1) - 1).masked_fill(attention == 0, padding)
     kinds = positions, positions[None].expand(3, -1, -1), positions[None].expand(4, -1, -1)
     for of_a_kind in kinds:
-        check_one_sequence(
-            {"position_ids": of_a_kind}, Labels(labels, False, 0), labels[:, 1:] != -100, "gspo",
-            waits=True,
-        )  # fmt: skip
+        scored = labels[:, 1:] != -100
+        check_one_sequence({"position_ids": of_a_kind}, Labels(labels, False, 0), scored, "gspo")
     # Tokens that the loss's own mask leaves out are not scored either.
     masked = {"labels": ids, "mask": attention[:, 1:] * (labels[:, 1:] != -100)}
     sequence_loss(model, ids, **masked, attention_mask=attention, position_ids=positions)

@@ -90,7 +90,7 @@ def taken(pair, call):
     With Triton's kernels there is each option of the head, in the call that makes gradients in the
     same sweep; what becomes of their sums is the same for both backends.
     """
-    if {"ranks", "capturable"} & set(pair) or pairs.refusals(pair, call):
+    if "ranks" in pair or pairs.refusals(pair, call):
         return False
     has_head_option = any(pairs.NAMED[name][0] == "head" for name in pair)
     return "triton" not in pair or (call == "loss" and has_head_option)
@@ -418,8 +418,6 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
     "passes": (lambda c, r: {"config": config(loss_type="gspo")} if r else {},
                f"one pass: {_SAME}[1, 0]"),
     "gradient": (lambda c, r: {"trained": bool(r)}, f"gradient: {_ON_ALL}[1]"),
-    "capturable": (lambda c, r: {"capturable": True},
-                   "capturable: expected False where ranks share the vocabulary; got True"),
     "supports": (lambda c, r: _support(c, r, apart=True),
                  "support: expected the same on all ranks that share the vocabulary; got others"),
     "columns": (lambda c, r: _distributed(c, Shard(1)),
