@@ -26,6 +26,7 @@ from benchmarks.workloads import Teacher, Workload
 from grpo_kernels import (
     Execution,
     Reference,
+    Support,
     fused_distillation_loss,
     fused_grpo_loss,
     grpo_loss,
@@ -61,16 +62,22 @@ def _rows(w: Workload) -> tuple[Tensor, Tensor]:
     return w.hidden.flatten(0, 1), w.targets.flatten()
 
 
+def outside(support: Support, logits: Tensor, first: int = 0) -> Tensor:
+    """Marks what sampling did not keep of the tokens from `first` on, in their logits' shape."""
+    offsets = support.offsets[first : first + len(logits) + 1]
+    ids = support.token_ids[offsets[0] : offsets[-1]]
+    rows = torch.arange(len(logits), device=ids.device)
+    mask = torch.ones_like(logits, dtype=torch.bool)
+    mask[rows.repeat_interleave(offsets.diff(), output_size=len(ids)), ids] = False
+    return mask
+
+
 def eager(w: Workload) -> Tensor:
     """Materializes the logits, -inf outside of kept sets; log_softmax, gather."""
     logits = (w.hidden @ w.weight.T).float()
     if w.support is not None:
-        ids, offsets = w.support
-        rows = torch.arange(len(offsets) - 1, device=ids.device)
-        outside = torch.ones_like(logits, dtype=torch.bool).flatten(0, -2)
-        outside[rows.repeat_interleave(offsets.diff(), output_size=len(ids)), ids] = False
         # In place: the product's backward needs no logits.
-        logits.masked_fill_(outside.view_as(logits), -torch.inf)
+        logits.masked_fill_(outside(w.support, logits.flatten(0, -2)).view_as(logits), -torch.inf)
     return _loss_of(w, logits.log_softmax(-1).gather(-1, w.targets[..., None]).squeeze(-1))
 
 
@@ -122,22 +129,28 @@ def two_passes(w: Workload, **execution: Any) -> Tensor:
     return grpo_loss(logps, w.advantages, w.mask, old_logps=w.old_logps).loss
 
 
+def trl_logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Returns log-probs of rows by TRL's chunked head, as its trainer calls it."""
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
+
+    how = 1.0, CHUNK, None, 1.0, ("entropy",)
+    return ChunkedLogProbFunction.apply(hidden, weight, None, targets, *how)[0]
+
+
 def trl_chunked(w: Workload) -> Tensor:
     """Runs TRL's chunked head: on a GPU by Triton, on the unmasked tokens only, as TRL does.
 
     On a CPU it runs by torch operations on all tokens, which hold eight copies of a tile of logits.
     """
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction, _use_triton
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
+    from trl.kernels.chunked_logprob import _use_triton
 
     hidden, targets = _rows(w)
-    compact = w.mask is not None and _use_triton(hidden.device)
-    rows = w.mask.flatten() if compact and w.mask is not None else slice(None)
-    logps = ChunkedLogProbFunction.apply(
-        hidden[rows], w.weight, None, targets[rows], 1.0, CHUNK, None, 1.0, ("entropy",)
-    )[0]
-    if compact:
-        logps = logps.new_zeros(targets.shape).masked_scatter(rows, logps)
+    mask = w.mask.flatten() if w.mask is not None and _use_triton(hidden.device) else None
+    rows = slice(None) if mask is None else mask
+    logps = trl_logps(hidden[rows], w.weight, targets[rows])
+    if mask is not None:
+        logps = logps.new_zeros(targets.shape).masked_scatter(mask, logps)
     return _loss_of(w, logps)
 
 
