@@ -12,7 +12,7 @@ RUN := .venv/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test smoke bench sanitize test-rest test-all test-with lint format compile-report api
+.PHONY: help demo test smoke bench bench-once sanitize test-rest test-all test-with lint format compile-report api
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,13 @@ smoke: .venv/installed ## a value of each call and kernel, a step of the trainer
 
 bench: .venv/installed ## time and memory beside eager, TRL and Liger [ARGS="-k rollout --benchmark-json=bench.json"]
 	$(RUN) -m pytest benchmarks $(ARGS)
+
+# The whole vocabulary, as errors grow with it, over fewer tokens and a narrower head. Only this
+# library's contenders can fail. The last two are torch's own functions for older processors.
+bench-once: .venv/installed ## every workload of bench once, untimed, as three processors compute
+	@for isa in "" avx2 default; do echo "torch's functions: $${isa:-of this processor}"; \
+	  env $${isa:+ATEN_CPU_CAPABILITY=$$isa} OMP_NUM_THREADS=1 $(RUN) -m pytest benchmarks -q $(PARALLEL) \
+	  --benchmark-disable -k ours --shape 256,49152,64 $(ARGS) || exit; done
 
 # The kernels from their PTX, checked as by a compute-sanitizer (docs/testing.md): SANITIZE chooses
 # the GPU, the order of warps and how far approximations are off.

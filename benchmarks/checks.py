@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import OURS
+from benchmarks.contenders import OURS, outside
 from benchmarks.measure import (
     ByContender,
     Loss,
@@ -31,6 +31,11 @@ CHECKED_SEQUENCES, CHECKED_POSITIONS = 2, 64
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 ERRORS = ("loss", "d_hidden", "d_weight")
 WRONG = ("wrong", "wrong in full")  # statuses of a row that has errors above the limit
+
+
+# Of results at a GPU's sizes: a wrong kernel is off by far more than its budget of 1e-4 and 3e-3;
+# peers round logits to bf16.
+LARGEST, ROUNDED = {"logps": 1e-3, "dh": 1e-2, "dw": 1e-2}, 0.1
 
 
 class Truth(NamedTuple):
@@ -141,3 +146,45 @@ def wrong_in_full(rows: ByContender, expected: Sequence[float], dtype: torch.dty
         name for name, steps in results.items()
         if not right((step_error(x, expected) for x in steps), dtype)
     }  # fmt: skip
+
+
+def errors_of(
+    got: Sequence[Tensor | None], true: Sequence[Tensor], *, rounded: bool = False
+) -> dict[str, Any]:
+    """Returns the errors of log-probs and gradients, and if they are small; a NaN is not."""
+    off: dict[str, float] = {}
+    for name, x, y in zip(LARGEST, got, true, strict=False):
+        if x is not None:
+            delta = x.detach().double().view_as(y) - y
+            off[name] = float(delta.abs().max() if name == "logps" else delta.norm() / y.norm())
+    ok = all(x <= (ROUNDED if rounded else LARGEST[name]) for name, x in off.items())
+    return {"errors": off, "status": "right" if ok else "wrong"}
+
+
+def truth_by_rows(w: Workload, dtype: torch.dtype = torch.float64, rows: int = 512) -> list[Tensor]:
+    """Returns log-probs and both gradients of the loss in `dtype`, by blocks of rows.
+
+    The workload's old log-probs become these, so that no ratio is near where it is clipped.
+    """
+    hidden, weight = w.hidden.detach().flatten(0, 1), w.weight.detach().to(dtype)
+    targets = w.targets.flatten()[:, None]
+    parts = [slice(i, i + rows) for i in range(0, len(hidden), rows)]
+
+    def log_p(part: slice) -> Tensor:
+        logits = hidden[part].to(dtype) @ weight.T
+        if w.support is not None:
+            logits.masked_fill_(outside(w.support, logits, part.start), -torch.inf)
+        return logits.log_softmax(1)
+
+    logps = torch.cat([log_p(part).gather(1, targets[part]) for part in parts])
+    leaf = logps.view(w.targets.shape).requires_grad_()
+    w.old_logps = leaf.detach().float()
+    loss = reference.grpo_loss(leaf, w.advantages, old_logps=w.old_logps).loss
+    slopes = torch.autograd.grad(loss, leaf)[0].view(-1, 1)
+    d_hidden, d_weight = hidden.to(dtype, copy=True), torch.zeros_like(weight)
+    for part in parts:
+        p, ones = log_p(part).exp_(), torch.ones_like(slopes[part])
+        p.scatter_add_(1, targets[part], -ones).mul_(-slopes[part])
+        d_weight.addmm_(p.T, d_hidden[part])
+        torch.mm(p, weight, out=d_hidden[part])
+    return [logps.detach(), d_hidden, d_weight]

@@ -26,6 +26,7 @@ from benchmarks.workloads import Teacher, Workload
 from grpo_kernels import (
     Execution,
     Reference,
+    Support,
     fused_distillation_loss,
     fused_grpo_loss,
     grpo_loss,
@@ -33,8 +34,8 @@ from grpo_kernels import (
     reference,
 )
 
-# Rows per chunk for Liger's fused linear loss.
-LIGER_CHUNK = 512
+# Rows per chunk for Liger's fused linear loss, and on a CPU for torch's.
+ROWS_PER_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,22 @@ def _rows(w: Workload) -> tuple[Tensor, Tensor]:
     return w.hidden.flatten(0, 1), w.targets.flatten()
 
 
+def outside(support: Support, logits: Tensor, first: int = 0) -> Tensor:
+    """Marks what sampling did not keep of the tokens from `first` on, in their logits' shape."""
+    offsets = support.offsets[first : first + len(logits) + 1]
+    ids = support.token_ids[offsets[0] : offsets[-1]]
+    rows = torch.arange(len(logits), device=ids.device)
+    mask = torch.ones_like(logits, dtype=torch.bool)
+    mask[rows.repeat_interleave(offsets.diff(), output_size=len(ids)), ids] = False
+    return mask
+
+
 def eager(w: Workload) -> Tensor:
     """Materializes the logits, -inf outside of kept sets; log_softmax, gather."""
     logits = (w.hidden @ w.weight.T).float()
     if w.support is not None:
-        ids, offsets = w.support
-        rows = torch.arange(len(offsets) - 1, device=ids.device)
-        outside = torch.ones_like(logits, dtype=torch.bool).flatten(0, -2)
-        outside[rows.repeat_interleave(offsets.diff(), output_size=len(ids)), ids] = False
         # In place: the product's backward needs no logits.
-        logits.masked_fill_(outside.view_as(logits), -torch.inf)
+        logits.masked_fill_(outside(w.support, logits.flatten(0, -2)).view_as(logits), -torch.inf)
     return _loss_of(w, logits.log_softmax(-1).gather(-1, w.targets[..., None]).squeeze(-1))
 
 
@@ -89,10 +96,21 @@ def compiled(w: Workload) -> Tensor:
     return _loss_of(w, _compiled_logps()(hidden, w.weight, targets))
 
 
-def torch_linear_cross_entropy(w: Workload) -> Tensor:
-    """Uses reduction "none", as a policy loss weighs every token; torch does not chunk it."""
+def torch_linear_cross_entropy(w: Workload, **how: Any) -> Tensor:
+    """Runs PyTorch's head with reduction "none", as a policy loss weighs every token."""
     hidden, targets = _rows(w)
-    return _loss_of(w, -F.linear_cross_entropy(hidden, w.weight, targets, reduction="none"))
+    nll = F.linear_cross_entropy(hidden, w.weight, targets, reduction="none", **how)
+    return _loss_of(w, -nll)
+
+
+def torch_chunked(w: Workload) -> Tensor:
+    """The same in chunks, whose logits the backward computes again.
+
+    Torch's own choice suits a GPU: chunks of 8 of 1,024 rows, which take a CPU 7 times as long.
+    """
+    rows = ROWS_PER_CHUNK if w.hidden.device.type == "cpu" else None
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
+    return torch_linear_cross_entropy(w, options=options)
 
 
 def one_pass(w: Workload, **execution: Any) -> Tensor:
@@ -111,22 +129,28 @@ def two_passes(w: Workload, **execution: Any) -> Tensor:
     return grpo_loss(logps, w.advantages, w.mask, old_logps=w.old_logps).loss
 
 
+def trl_logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Returns log-probs of rows by TRL's chunked head, as its trainer calls it."""
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
+
+    how = 1.0, CHUNK, None, 1.0, ("entropy",)
+    return ChunkedLogProbFunction.apply(hidden, weight, None, targets, *how)[0]
+
+
 def trl_chunked(w: Workload) -> Tensor:
     """Runs TRL's chunked head: on a GPU by Triton, on the unmasked tokens only, as TRL does.
 
     On a CPU it runs by torch operations on all tokens, which hold eight copies of a tile of logits.
     """
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction, _use_triton
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
+    from trl.kernels.chunked_logprob import _use_triton
 
     hidden, targets = _rows(w)
-    compact = w.mask is not None and _use_triton(hidden.device)
-    rows = w.mask.flatten() if compact and w.mask is not None else slice(None)
-    logps = ChunkedLogProbFunction.apply(
-        hidden[rows], w.weight, None, targets[rows], 1.0, CHUNK, None, 1.0, ("entropy",)
-    )[0]
-    if compact:
-        logps = logps.new_zeros(targets.shape).masked_scatter(rows, logps)
+    mask = w.mask.flatten() if w.mask is not None and _use_triton(hidden.device) else None
+    rows = slice(None) if mask is None else mask
+    logps = trl_logps(hidden[rows], w.weight, targets[rows])
+    if mask is not None:
+        logps = logps.new_zeros(targets.shape).masked_scatter(mask, logps)
     return _loss_of(w, logps)
 
 
@@ -138,7 +162,7 @@ def liger_fused_linear(w: Workload) -> Tensor:
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
     # By default a chunk is one sequence; those of the workloads are too short to be fast.
-    chunk_size = max(1, LIGER_CHUNK // w.targets.shape[1])
+    chunk_size = max(1, ROWS_PER_CHUNK // w.targets.shape[1])
     loss = LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, loss_type="dapo", chunk_size=chunk_size,
         compiled=w.hidden.device.type == "cuda",
@@ -196,7 +220,7 @@ def liger_divergence(w: Workload) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
     loss = LigerFusedLinearJSDLoss(
-        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=1.0, chunk_size=LIGER_CHUNK,
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=1.0, chunk_size=ROWS_PER_CHUNK,
         compiled=w.hidden.device.type == "cuda",
     )  # fmt: skip
     states, head = _teacher(w)
@@ -243,8 +267,8 @@ def _compiler_absent(device: torch.device) -> str | None:
     return None
 
 
-def _linear_cross_entropy_absent(_: torch.device) -> str | None:
-    return None if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has none"
+def _torch_has(name: str, module: Any) -> Callable[[torch.device], str | None]:
+    return lambda _: None if hasattr(module, name) else f"torch {torch.__version__} has no {name}"
 
 
 BASELINE = "eager, log_softmax"
@@ -254,7 +278,10 @@ CONTENDERS: dict[str, Contender] = {
     BASELINE: Contender(eager, divergence=eager_divergence),
     OURS[0]: Contender(one_pass, divergence=fused_divergence),
     OURS[1]: Contender(two_passes),
-    "torch linear CE": Contender(torch_linear_cross_entropy, _linear_cross_entropy_absent),
+    "torch linear CE": Contender(torch_linear_cross_entropy, _torch_has("linear_cross_entropy", F)),
+    "torch linear CE, chunked": Contender(
+        torch_chunked, _torch_has("LinearCrossEntropyOptions", torch.nn)
+    ),
     "TRL chunked head": Contender(trl_chunked, _needs("trl"), trl_divergence),
     "Liger scaled CE": Contender(liger_scaled_cross_entropy, _needs("liger_kernel")),
     "cut-cross-entropy": Contender(cut_cross_entropy, _needs("cut_cross_entropy", cuda=True)),
@@ -263,7 +290,7 @@ CONTENDERS: dict[str, Contender] = {
     "eager, compiled": Contender(compiled, _compiler_absent),
 }
 # Contenders that run in the benchmark's process on a GPU: no peers' code, nothing that compiles.
-TRUSTED = (BASELINE, *OURS, "torch linear CE")
+TRUSTED = (BASELINE, *OURS, "torch linear CE", "torch linear CE, chunked")
 
 
 def contenders_of(w: Workload) -> list[str]:

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from benchmarks import checks, head, measure
-from benchmarks.contenders import BASELINE, CONTENDERS, OURS, Contender, eager, one_pass
+from benchmarks.contenders import (
+    BASELINE,
+    CONTENDERS,
+    OURS,
+    Contender,
+    eager,
+    one_pass,
+    torch_chunked,
+)
 from benchmarks.measure import FLOOR, PeakMemory
 from benchmarks.workloads import make, profile
 
@@ -142,10 +150,23 @@ def test_workloads_are_like_a_language_model_s():
         assert 0 < holes.sum() < len(holes) / 2
 
 
-def suite(folder, chosen, **env):
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch < 2.13")
+def test_torch_s_chunked_head_is_chunked():
+    """No product has all rows of logits, and the loss and its gradients are eager's."""
+    w = measure.with_grad(make("dense", (1024, 500, 16)))
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        loss = measure.step(torch_chunked, w)
+    products = [x.input_shapes[0] for x in profiler.events() if x.name == "aten::mm"]
+    assert products.count([512, 16]) >= 2 and not any(1024 in shape for shape in products)
+    got, expected = measure.gradient_norms(w), measure.step(eager, measure.with_grad(w))
+    assert loss == pytest.approx(expected.item(), abs=1e-5)
+    assert got == pytest.approx(measure.gradient_norms(w), rel=1e-4)
+
+
+def suite(folder, chosen, *more, **env):
     """Runs `pytest benchmarks` at a tiny shape; returns its process and what it measured."""
     path = folder / "suite.json"
-    options = ["--device", "cpu", "--shape", "512,500,16", "--rounds", "2"]
+    options = ["--device", "cpu", "--shape", "512,500,16", "--rounds", "2", *more]
     options += ["-p", "no:cacheprovider", "-k", chosen, "--benchmark-json", path]
     # A worker of pytest-xdist, as this may be, times nothing.
     outside = {k: x for k, x in os.environ.items() if not k.startswith("PYTEST_XDIST")}
@@ -153,7 +174,7 @@ def suite(folder, chosen, **env):
         [sys.executable, "-m", "pytest", "benchmarks", *options], capture_output=True, text=True,
         cwd=ROOT, env={**outside, "OMP_NUM_THREADS": "1", **env},
     )  # fmt: skip
-    return process, json.loads(path.read_text())["benchmarks"]
+    return process, json.loads(path.read_text())["benchmarks"] if path.exists() else []
 
 
 def test_the_suite_tells_time_memory_and_floor(tmp_path):
@@ -206,6 +227,14 @@ def test_the_suite_times_nothing_of_ours_that_is_wrong(tmp_path):
     assert errors["d_hidden"] == pytest.approx(2e-4, rel=0.1)
     assert errors["step"] == pytest.approx(2e-4, rel=0.1)
     assert re.search(r"2\.0e-04 above 1e-04: .*d_hidden, d_weight, step", process.stdout)
+
+
+def test_the_suite_that_measures_nothing_sees_a_wrong_gradient(tmp_path):
+    (tmp_path / "damages.py").write_text(WRONG)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "PYTEST_PLUGINS": "damages"}
+    process, rows = suite(tmp_path, "dense and ours", "--benchmark-disable", **env)
+    assert not rows and "1 failed, 1 passed" in process.stdout, process.stdout
+    assert re.search(r"'d_hidden': (1\.9|2\.0)", process.stdout), process.stdout
 
 
 def test_peak_memory_sees_what_comes_and_goes():

@@ -15,11 +15,14 @@ import torch
 import torch._dynamo  # as the runs that are forked here would import it one by one
 
 from benchmarks import exp_gemm, gpu_day, measure
+from benchmarks.checks import truth_by_rows
+from benchmarks.contenders import BASELINE
+from grpo_kernels import reference
 from grpo_kernels.base.checks import ValueChecks
 from tests.helpers.fake_cuda import CountedCUDA
 
 # Packages that a machine for tests may lack.
-ABSENT = ("cut-cross-entropy", "Liger Triton loss")
+ABSENT = ("cut-cross-entropy", "Liger Triton loss", "torch linear CE")
 
 
 def kind(run):
@@ -87,7 +90,8 @@ def gpu(real_memory, monkeypatch):
     monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
     for name, value in {
         "synchronize": None, "get_device_name": "NVIDIA H200", "reset_peak_memory_stats": None,
-        "memory_allocated": 0, "max_memory_allocated": 1 << 30,
+        "memory_allocated": 0, "max_memory_allocated": 1 << 30, "max_memory_reserved": 1 << 31,
+        "empty_cache": None, "get_device_capability": (9, 0),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimpleNamespace(**event))
@@ -108,7 +112,7 @@ def gpu(real_memory, monkeypatch):
 
 
 # Without what needs values, code of peers, and what torch's C++ makes on CUDA for transformers.
-WITHOUT = ("calls", "tests", *gpu_day.PEERS, "model")
+WITHOUT = ("calls", "tests", *gpu_day.PEERS, "model", "kept sets")
 ON_GPU = [part for part in gpu_day.PARTS if not part[0].startswith(WITHOUT)]
 
 
@@ -127,6 +131,9 @@ def test_a_part_on_a_gpu(gpu, name, run, limit):
     if name.startswith("call"):
         modelled = {row["run"] for row in timed if row["x_model"] > 0}
         assert modelled == {gpu_day.FLOOR, *gpu_day.OURS}
+        assert {row["reserved_gib"] for row in timed} == {2.0}
+        first = [row["run"] for row in rows if row.get("first_s", -1) > 0]
+        assert first == [*gpu_day.OURS]
         trace = rows[-1]
         assert trace["kernels"] == {"gemm": [2.0, 1], "sweep": [1.0, 1]}
         assert trace["products"] == {"aten::mm [[8, 4], [4, 2]]": [2.0, 1]}
@@ -135,29 +142,41 @@ def test_a_part_on_a_gpu(gpu, name, run, limit):
 
 def test_a_wrong_result_has_no_time(monkeypatch):
     right = gpu_day.run_of
+    factors = {"ours": [1, 1, 1.02], "ours, two passes": [1, -1, 1], "ours, scoring": [torch.nan]}
 
     def off(day, w, name):
-        run = right(day, w, name)
-        factors = {"ours": [1, 1, 1.02], "ours, scoring": [float("nan")]}.get(name, [1, 1, 1])
-        return lambda: [x if x is None else f * x for f, x in zip(factors, run(), strict=True)]
+        run, by = right(day, w, name), factors.get(name, [1, 1, 1])
+        return lambda: [x if x is None else f * x for f, x in zip(by, run(), strict=True)]
 
     monkeypatch.setattr(gpu_day, "run_of", off)
     rows = [*gpu_day.call(gpu_day.Day("cpu"), 64, 16)]
     statuses = {row["run"]: row["status"] for row in rows if "status" in row}
-    assert statuses == {"eager, log_softmax": "right", "ours, scoring": "wrong", "ours": "wrong"}
-    assert [row["run"] for row in rows if "ms" in row] == [gpu_day.FLOOR, "eager, log_softmax"]
+    assert statuses == {BASELINE: "right"} | dict.fromkeys(gpu_day.OURS[1:], "wrong")
+    assert [row["run"] for row in rows if "ms" in row] == [gpu_day.FLOOR, BASELINE]
 
 
-def test_float64_is_that_of_autograd():
-    w = gpu_day.Day("cpu").workload(64, 16)
-    true = gpu_day.truth(w, rows=24)
+@pytest.mark.parametrize("kind", ("dense", "nucleus"))
+def test_float64_is_that_of_autograd(kind):
+    w = gpu_day.Day("cpu").workload(64, 16, kind=kind)
+    true = truth_by_rows(w, rows=24)
     leaves = [x.detach().double().requires_grad_() for x in (w.hidden, w.weight)]
-    out = gpu_day.reference.fused_grpo_loss(
-        *leaves, w.targets, w.advantages, old_logps=w.old_logps.double()
+    out = reference.fused_grpo_loss(
+        *leaves, w.targets, w.advantages, old_logps=w.old_logps.double(), support=w.support
     )
     expected = [out.logps, *torch.autograd.grad(out.loss, leaves)]
     for x, y in zip(true, expected, strict=True):
         torch.testing.assert_close(x.view_as(y), y, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("capability, dtype", [((9, 0), torch.float64), ((8, 9), torch.float32)])
+def test_results_are_compared_in_a_dtype_that_the_gpu_has_cores_for(capability, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "any")
+    assert gpu_day.Day("cuda").exact == dtype and gpu_day.Day("cpu").exact == torch.float64
+    # And no more than that is lost with it.
+    w = gpu_day.Day("cpu").workload(64, 16)
+    for x, y in zip(truth_by_rows(w, dtype), truth_by_rows(w), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)
 
 
 def quick(day):
