@@ -70,9 +70,9 @@ head/plan.py: test_support
     plan_head: without_set if spec.mask is None else spec.mask & without_set -> spec.mask
 fused_grpo_loss.py: test_fused_grpo_loss
     _OnePass.forward: loss + policy.loss -> policy.loss
-    _tokens_with_grad: inputs.advantages != 0 -> inputs.advantages > 0
+    _tokens_with_grad: tokens.advantages != 0 -> tokens.advantages > 0
 fused_grpo_loss.py: test_cross_entropy
-    _OnePass.forward: or inputs.ce_weights is not None ->
+    _tokens_with_grad: with_grad | (tokens.ce_weights != 0) -> with_grad
 head/linear_logprobs.py: test_linear_logprobs
     _second_pass: needed &= plan.tokens -> pass
 base/autograd.py: test_autograd
@@ -90,6 +90,8 @@ loss/tokens.py: test_objective test_pairs
 loss/losses.py: test_objective
     Clip.per_token: clamp(*self.bounds) -> clamp(max=self.bounds[1])
     Loss.log_ratio: log_ratio.detach() -> log_ratio
+loss/losses.py: test_grpo_loss
+    Clip.closed_form: torch.where(flows, x, 0.0) -> x
 loss/objective.py: test_objective
     kl_terms: tokens.ref_logps - tokens.logps -> tokens.logps - tokens.ref_logps
     aggregation_weights: if items is None -> if True
