@@ -12,7 +12,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from . import Entries, LogitTransform, RowGrads, TokenStats
 
@@ -67,24 +66,24 @@ def token_stats(
         largest = p.amax(1)
         target = targets[rows, None]
         place, elsewhere = target.clamp(min=0), target < 0
-        at_place, shifted_at_place = p.gather(1, place), shifted.gather(1, place)
+        at_place, target_logit = p.gather(1, place), shifted.gather(1, place)
         weighted = _sum_of_products(p, shifted) if entropy else None
         # Beside a target that has nearly all, a sum with its own would keep no digit of the others.
-        rest = row_sums(p.scatter_(1, place, at_place.where(elsewhere, 0.0)))
-        total = rest + at_place.masked_fill(elsewhere, 0.0).squeeze(1)
-        # The largest probability is that factor over the sum of e^(z - peak).
-        target_logit = shifted_at_place.masked_fill_(elsewhere, -torch.inf).squeeze(1)
-        logps = logsigmoid(target_logit - (rest / largest).log())
-        log_total = torch.where(target_logit == 0, -logps, (total / largest).log())
+        kept = at_place * elsewhere
+        rest = row_sums(p.scatter_(1, place, kept))
+        own = (at_place - kept).squeeze(1)
+        # log S of a sum that has 1 for the largest; own - largest is 0 if that is the target's.
+        log_total = (own - largest).add_(rest).div_(largest).log1p_()
+        target_logit = target_logit.masked_fill_(elsewhere, -torch.inf).squeeze(1)
+        torch.sub(target_logit, log_total, out=out.logps[rows])
         peak = peak.squeeze(1)
-        out.logps[rows] = logps
         out.logsumexp[rows] = torch.where(peak == -torch.inf, peak, peak + log_total)
         if weighted is not None:
             assert out.entropy is not None
-            out.entropy[rows] = log_total - weighted / total
+            out.entropy[rows] = log_total - weighted / (rest + own)
         if exps is not None:
             assert out.total is not None
-            out.total[rows] = total
+            torch.add(rest, own, out=out.total[rows])
             p.scatter_(1, place, at_place.where(elsewhere, -rest[:, None]))
             if chain is not None:
                 p.mul_(chain)

@@ -203,7 +203,7 @@ def token_stats_kernel(
     )  # fmt: skip
 
     whole = V // BLOCK_V * BLOCK_V
-    # Where the target's block begins, if that is a whole one; the last of these takes its turn.
+    # Where the target's block begins, if that is a whole one: the last of these takes its turn.
     own = tl.where(here & (target < whole), target // BLOCK_V * BLOCK_V, whole)
     others = tl.where(own < whole, whole - BLOCK_V, whole)
     rest = tl.zeros((), tl.float32)
