@@ -47,6 +47,12 @@ def test_a_card_of_24_gb_plans_with_its_own_budget():
     assert len([*small.parts()]) > len([*large.parts()])
 
 
+def test_two_passes_keep_the_exponentials_of_one_chunk():
+    for N, products in ((4096, 3), (16_384, 4)):
+        terms = METHODS["two passes"](Step(DEVICES["H100"], N, 151_936, 2048))
+        assert len(terms.keys() & {"GEMM 1", "GEMM 1, again", "dH", "dW"}) == products
+
+
 def test_the_cpu_is_behind_in_a_small_call_and_not_in_a_large_one():
     """By about what was measured without a GPU: 2.2 ms of CPU for 512 tokens."""
     device, exact = DEVICES["H100"], METHODS["exact"]
