@@ -18,16 +18,17 @@ from typing import Any
 NAMES = {
     "eager, log_softmax": "eager PyTorch",
     "eager, compiled": "eager, torch.compile",
-    "TRL chunked head": "TRL 1.16, chunked head",
+    "TRL chunked head": "TRL 1.16, chunked head (CPU)",
     "Liger fused linear": "Liger 0.8.5, fused linear GRPO",
     "ours, one pass": "fused_grpo_loss",
 }
 BASELINE, OURS = "eager, log_softmax", "ours, one pass"
-# On a CPU, TRL's head runs other code than on its users' GPUs, whose kernels this row has.
-MEMORY_OF = {"TRL chunked head": "TRL chunked head, GPU kernels"}
 PANELS = (
     ("rollout", "The batch of a GRPO step"),
     ("smollm", "Every token counts"),
+)
+NOTE = (
+    "On GPUs TRL's head is other code, which holds less: docs/benchmarks.md has its memory there."
 )
 WIDTH, LEFT, BAR, LINE, LONGEST = 880, 225, 13, 21, 240
 STYLE = """text{font:13px sans-serif;fill:#24292f}.head{font-weight:bold}.note{fill:#656d76}
@@ -45,20 +46,8 @@ def ratios(rows: list[dict[str, Any]], workload: str) -> dict[str, tuple[float, 
     """Time and memory of each contender, over the baseline's."""
     known = measured(rows, workload)
     seconds = {name: statistics.median(known[name]["seconds"]) for name in NAMES}
-    memory = {name: known[MEMORY_OF.get(name, name)]["extra_bytes"] for name in NAMES}
+    memory = {name: known[name]["extra_bytes"] for name in NAMES}
     return {x: (seconds[x] / seconds[BASELINE], memory[x] / memory[BASELINE]) for x in NAMES}
-
-
-def footnote(rows: list[dict[str, Any]]) -> str:
-    """Says which of TRL's two heads is drawn, and what the other one takes."""
-    panels = [measured(rows, workload) for workload, _ in PANELS]
-    shares = [
-        f"{x['TRL chunked head']['extra_bytes'] / x[BASELINE]['extra_bytes']:.2f}" for x in panels
-    ]
-    return (
-        "¹ TRL's Triton kernels, for GPUs. Its head for CPUs, which is timed, holds eight copies "
-        f"of a tile of logits: {' and '.join(shares)}."
-    )
 
 
 def bars(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -78,12 +67,11 @@ def bars(rows: list[dict[str, Any]]) -> Iterator[str]:
             for x, value in zip(columns, values, strict=True):
                 place = f'x="{x}" y="{y - BAR + 2}" width="{value * scale:.0f}" height="{BAR}"'
                 yield f'<rect class="{kind}" {place}/>'
-                mark = "¹" if name in MEMORY_OF and x == columns[1] else ""
-                yield f'<text x="{x + value * scale + 6:.0f}" y="{y}">{value:.2f}{mark}</text>'
+                yield f'<text x="{x + value * scale + 6:.0f}" y="{y}">{value:.2f}</text>'
         for one in (column + scale for column in columns):
             yield f'<line class="unit" x1="{one:.0f}" x2="{one:.0f}" y1="{top}" y2="{y + 6}"/>'
         y += 34
-    yield f'<text class="note" x="0" y="{y - 6}">{footnote(rows)}</text>'
+    yield f'<text class="note" x="0" y="{y - 6}">{NOTE}</text>'
 
 
 def drawn(rows: list[dict[str, Any]]) -> str:

@@ -47,6 +47,7 @@ SHOWN = [name for name in DEVICES if name != "B200"]
 SHAPES = [
     *[(16_384, 151_936, H) for H in (896, 2048, 3584, 5120)],
     *[(4096, 151_936, H) for H in (896, 2048, 4096)],
+    (512, 151_936, 896),  # where the CPU is behind
 ]
 # Tokens, vocabulary and hidden size of support replay, and the entries of a token's kept set.
 REPLAY, ENTRIES = (16_384, 151_936, 4096), (8, 64)

@@ -14,14 +14,16 @@ A tile's sums are stored per row, and added up in the order of the tiles. A row 
 whose target is that unlikely, is computed again from its largest logit, by a program of its own.
 
 `python -m benchmarks.gpu_day --json day.json --parts exp_gemm` compares it with float64 and times
-it beside `torch.mm` alone, and beside the library's GEMM to float32 with a sweep. bf16 operands;
-float32 in Triton's interpreter.
+it beside `torch.mm` alone, the library's GEMM to float32 with a sweep, and `quack_gemm`, the same
+in the epilogue of quack's GEMM for Hopper and newer GPUs, if quack-kernels 0.6.5 is installed with
+what it needs (95 MB). bf16 operands; float32 in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -253,9 +255,7 @@ def exp_gemm(
     Rows of all matrices lie together. Every target is a column.
     """
     (M, H), V = hidden.shape, len(weight)
-    anchors = torch.zeros(M, dtype=torch.float32, device=hidden.device)
-    each = torch.arange(M, device=hidden.device)
-    entry_dots(hidden, weight, Entries(targets, each, each, each, each), anchors)
+    anchors = _target_logits(hidden, weight, targets)
     target_logits, tiles_v = torch.empty_like(anchors), triton.cdiv(V, tile.columns)
     sums = anchors.new_empty((tiles_v, 2, M))
     programs = triton.cdiv(M, tile.rows) * tiles_v
@@ -269,7 +269,6 @@ def exp_gemm(
     if tma := tile.tma and all(x.stride(0) % 8 == x.data_ptr() % 16 == 0 for x in operands):
         blocks = ([tile.rows, tile.inner], [tile.columns, tile.inner])
         operands = tuple(map(TensorDescriptor.from_tensor, operands, blocks))
-    stats = out.logps, out.logsumexp, out.entropy, out.total, exps
     strides = hidden.stride(0), weight.stride(0), exps.stride(0)
     with device_of(hidden):
         exp_gemm_kernel[(programs,)](
@@ -278,14 +277,85 @@ def exp_gemm(
             PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",
             BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_H=tile.inner, **how,
         )  # fmt: skip
+    _finish(hidden, weight, targets, anchors, target_logits, sums, exps, out)
+
+
+def _target_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Returns each row's target's logit, by a dot product."""
+    logits = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+    each = torch.arange(len(hidden), device=hidden.device)
+    entry_dots(hidden, weight, Entries(targets, each, each, each, each), logits)
+    return logits
+
+
+def _finish(
+    hidden: Tensor, weight: Tensor, targets: Tensor, anchors: Tensor, target_logits: Tensor,
+    sums: Tensor, exps: Tensor, out: TokenStats,
+) -> None:  # fmt: skip
+    """Makes statistics of the tiles' sums `[tiles, 2, M]`, and computes far rows again."""
+    (M, H), V = hidden.shape, len(weight)
+    stats = out.logps, out.logsumexp, out.entropy, out.total, exps
+    with device_of(hidden):
         exp_stats_kernel[(triton.cdiv(M, _ROWS_TO_ADD),)](
-            targets, anchors, target_logits, sums, *stats, M, tiles_v, exps.stride(0),
+            targets, anchors, target_logits, sums, *stats, M, len(sums), exps.stride(0),
             BLOCK_N=_ROWS_TO_ADD, **build(1),
         )  # fmt: skip
         far_rows_kernel[(M,)](
-            hidden, weight, targets, anchors, *stats, V, H, *strides,
+            hidden, weight, targets, anchors, *stats, V, H,
+            hidden.stride(0), weight.stride(0), exps.stride(0),
             BLOCK_V=_FAR_COLUMNS, BLOCK_H=_FAR_INNER, **build(4),
         )  # fmt: skip
+
+
+# The tile of quack's GEMM: it spills nothing (sm_90a: 168 registers), and its columns divide V.
+_QUACK_TILE = 128
+
+
+@cache
+def _quack_epilogue() -> Any:
+    """Declares the epilogue: the exponential of each logit, and what is summed of a row's."""
+    from quack.epilogue.frontend import gemm_epilogue
+    from quack.epilogue.math import pexp2
+    from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect
+
+    target = ColVecLoad("target")
+
+    @gemm_epilogue(
+        reduces={x: ColVecReduce(x, scaled=x == "weighted") for x in ("total", "weighted")},
+        outs={"target_logit": ColVecSelect("target_logit", idx_op=target)},
+        extra_ops=(target,),
+    )
+    def exps_of(acc: Any, anchor: Any) -> dict[str, Any]:
+        shifted = (acc - anchor) * 1.4426950408889634  # log2(e)
+        e = pexp2(shifted)
+        return {"D": e, "total": e, "weighted": (e, shifted), "target_logit": acc}
+
+    return exps_of
+
+
+def quack_gemm(
+    hidden: Tensor, weight: Tensor, targets: Tensor, exps: Tensor, out: TokenStats
+) -> None:
+    """Writes the same as `exp_gemm`, by quack; the vocabulary is a multiple of 128."""
+    M, tiles = len(hidden), len(weight) // _QUACK_TILE
+    anchors = _target_logits(hidden, weight, targets)
+    target_logits = torch.empty_like(anchors)
+    total, weighted = anchors.new_empty((2, M, tiles))
+    _quack_epilogue().gemm(
+        hidden, weight, exps,
+        epi_args={"anchor": anchors[None], "target": targets, "target_logit": target_logits,
+                  "total": total, "weighted": weighted},
+        tile_M=_QUACK_TILE, tile_N=_QUACK_TILE, cluster_M=2, cluster_N=1, pingpong=True,
+    )  # fmt: skip
+    sums = torch.stack([total.sum(1), weighted.sum(1)])[None]
+    _finish(hidden, weight, targets, anchors, target_logits, sums, exps, out)
+
+
+def why_no_quack(device: torch.device) -> str | None:
+    """Returns why `quack_gemm` cannot run there, or None if it can."""
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).major < 9:
+        return "not run: quack needs a GPU of compute capability 9.0"
+    return None if find_spec("quack") else "not run: quack-kernels is not installed"
 
 
 def mm_and_sweep(
@@ -359,7 +429,10 @@ def errors(
 
 
 def rows(day: Day, N: int, V: int, H: int, odd: int) -> Iterator[dict[str, Any]]:
-    """Yields the errors of each way on `odd` columns, and the times of those that are right."""
+    """Yields the errors of each way, and the times of those that are right.
+
+    They are checked on `odd` columns; quack's on V, whose last ones are some of the first again.
+    """
     M, V, H, odd = (day.size(*x) for x in ((N, 40), (V, 206), (H, 24), (odd, 203)))
     dtype = torch.bfloat16 if day.large else torch.float32
     hidden, peaked, weight, targets = operands(M, odd, H, day.device, dtype)
@@ -372,12 +445,18 @@ def rows(day: Day, N: int, V: int, H: int, odd: int) -> Iterator[dict[str, Any]]
         tiles = TILES.get(major, TILES[8])
     ways: dict[str, Callable[..., None]] = {"mm to float32, sweep": mm_and_sweep}
     ways |= {f"exp_gemm, {tuple(tile)}": partial(exp_gemm, tile=tile) for tile in tiles}
+    if why := why_no_quack(day.device):
+        yield {"run": "quack_gemm", "status": why}
+    else:
+        ways["quack_gemm"] = quack_gemm
     right: dict[str, Callable[[], Any]] = {"mm": partial(torch.mm, hidden, aligned.T, out=exps)}
     for name, way in ways.items():
-        row: dict[str, Any] = {"run": name, "shape": (M, odd, H)}
+        checked = aligned if way is quack_gemm else weight
+        row: dict[str, Any] = {"run": name, "shape": (M, len(checked), H)}
+        inputs = peaked, checked, targets, exps[:, : len(checked)], out
         try:
-            way(peaked, weight, targets, exps[:, :odd], out)
-            row["errors"] = errors(peaked, weight, targets, exps[:, :odd], out)
+            way(*inputs)
+            row["errors"] = errors(*inputs)
             good = all(x <= LARGEST for x in row["errors"].values())  # a NaN is not
             row["status"] = "right" if good else "wrong"
         except Exception as error:  # the next one may well compile
