@@ -74,11 +74,11 @@ def pytest_terminal_summary(
         base = measured.get(BASELINE)
         terminalreporter.write_line(f"\n{name}")
         terminalreporter.write_line(
-            f"{'':22}{'seconds':>8} {'x eager':>8} {'x GEMMs':>8} {'peak MiB':>9} {'x eager':>8} "
+            f"{'':25}{'seconds':>8} {'x eager':>8} {'x GEMMs':>8} {'peak MiB':>9} {'x eager':>8} "
             f"{'error':>8}"
         )
         for contender, row in measured.items():
-            peak, line = row["extra_info"]["peak_bytes"], f"{contender:22}{row['median']:8.3f}"
+            peak, line = row["extra_info"]["peak_bytes"], f"{contender:25}{row['median']:8.3f}"
             line += f" {row['median'] / base['median']:8.2f}" if base else f"{'':9}"
             line += f" {row['extra_info']['x_floor']:8.2f} {peak / 2**20:9,.0f}"
             line += f" {peak / base['extra_info']['peak_bytes']:8.2f}" if base else f"{'':9}"
