@@ -54,7 +54,7 @@ head/two_heads.py: test_pairs
 loss/grpo_loss.py: test_pairs
     d_kl: config.beta -> 0.0
 head/chunked_head.py: test_fused_grpo_loss
-    ChunkedHead._add_d_y: beta=beta -> beta=0.0
+    ChunkedHead._add_d_y: beta=total.beta -> beta=0.0
     row_factors: / transform.temperature ->
 head/chunked_head.py: test_products
     TargetReadout.forward: self.exps[strip] -> self.exps[: strip.stop - strip.start]
@@ -64,8 +64,8 @@ head/row_plan.py: test_plan
     order_of: ~group -> group
 head/plan.py: test_head_memory
     HeadPlan.run: fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error) -> True
-head/call.py: test_pairs
-    head_call: selected(flat_mask, x, 0) -> x
+head/linear_logprobs.py: test_linear_logprobs
+    _second_pass: and spoilt.numbers == [0] ->
 head/plan.py: test_support
     plan_head: without_set if spec.mask is None else spec.mask & without_set -> spec.mask
 fused_grpo_loss.py: test_fused_grpo_loss
