@@ -30,7 +30,7 @@ from .divergences import Divergence
 from .pair_stats import PairStats
 from .torch_backend import logit_grads_, row_blocks, row_sums
 
-# Logits that a core takes at a time: half a dozen tensors of this size stay in its cache.
+# Logits that a core takes at a time: larger blocks leave its cache between two operations.
 _BYTES_PER_CORE = 512 << 10
 # The columns among which the largest logit of a row is looked for first.
 _PART = 128
