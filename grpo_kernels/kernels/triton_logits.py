@@ -357,7 +357,7 @@ def token_stats(
     launch: Launch = ROW_LAUNCH,
 ) -> TokenStats:
     count, V = logits.shape
-    in_place = exps is not None and exps.dtype == logits.dtype
+    in_place = exps is not None and exps.data_ptr() == logits.data_ptr()
     if out is None:
         out = TokenStats.empty(logits, entropy=entropy, total=exps is not None)
     if count:
