@@ -144,7 +144,7 @@ class _Distillation(torch.autograd.Function):
         with torch.autocast(weight.device.type, enabled=False):
             dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
             scale = float16_scale(dtypes, lambda: weight)
-            grads, head = plan.gradients(tensors), plan.chunked_head(tensors)
+            head, grads = plan.chunked_head(tensors), plan.gradients(tensors)
             for chunk in plan.rows.chunks():
                 stats = head.forward(chunk)  # GEMMs 1 and 2
                 values[:, chunk.index] = stats.values

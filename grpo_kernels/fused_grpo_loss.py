@@ -218,7 +218,7 @@ class _OnePass(torch.autograd.Function):
         with torch.autocast(logps.device.type, enabled=False):
             dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
             scale = float16_scale(dtypes, partial(_largest_weight, config, inputs))
-            grads, head = plan.gradients(tensors), plan.chunked_head(tensors)
+            head, grads = plan.chunked_head(tensors), plan.gradients(tensors)
             for chunk in plan.rows.chunks():
                 index = chunk.index
                 stats = head.forward(chunk)  # GEMM 1

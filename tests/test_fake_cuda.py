@@ -102,9 +102,10 @@ def loss_of_logps(objective, **how):
 # rows or entries), the launches of Triton kernels and of GEMMs, and the maximum of other launches.
 CALLS = {
     # One pass reads how many rows take part, where there is a mask, and how many have a gradient.
-    # A strip of logits is a GEMM and a sweep, a chunk two GEMMs and the objective.
+    # A strip of logits is a GEMM and a sweep, a chunk two GEMMs and the objective; of several
+    # chunks three GEMMs: the sum of the weight's gradient has two parts, rounded at the end.
     "loss": (loss("old_logps"), [[N]], 5, 6, 70),
-    "two chunks": (loss("old_logps", **HALVES), [[N]], 18, 20, 80),
+    "two chunks": (loss("old_logps", **HALVES), [[N]], 18, 22, 90),
     "one sequence": (loss("old_logps", shape=(1, N)), [[N]], 5, 6, 70),
     "masked": (loss("mask old_logps"), [[900, 900]], 3, 4, 95),
     "packed": (loss("mask old_logps cu_seqlens num_items", shape=(N,)), [[900, 900]], 3, 4, 115),
@@ -114,7 +115,7 @@ CALLS = {
     "loss, frozen head": (loss("old_logps", frozen="weight"), [[N]], 5, 5, 65),
     "loss, head alone": (loss("old_logps", frozen="hidden"), [[N]], 5, 5, 65),
     "loss, no gradient": (loss("old_logps", frozen="hidden weight"), [[N]], 2, 1, 65),
-    "log-probs, head alone": (logps(frozen="hidden", **HALVES), [[], [N]], 20, 22, 55),
+    "log-probs, head alone": (logps(frozen="hidden", **HALVES), [[], [N]], 20, 24, 55),
     "distillation, frozen head": (
         distillation("mask reference", frozen="weight"), [[N]], 2, 3, 35
     ),
@@ -130,15 +131,15 @@ CALLS = {
         [[N]], 3, 7, 140,
     ),
     # Products of 256 rows.
-    "batch-invariant": (loss("old_logps", batch_invariant=True, **HALVES), [[N]], 10, 18, 80),
+    "batch-invariant": (loss("old_logps", batch_invariant=True, **HALVES), [[N]], 10, 20, 90),
     # Two passes: the second makes the logits again, of rows that it reads the number of.
-    "log-probs": (logps(**HALVES), [[], [N]], 20, 24, 55),
-    "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 24, 430),
-    "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 24, 175),
+    "log-probs": (logps(**HALVES), [[], [N]], 20, 26, 65),
+    "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 26, 440),
+    "two passes": (loss("old_logps mask", cfg=GSPO, **HALVES), [[N], [N]], 20, 26, 185),
     # With a frozen head the forward keeps the gradients.
     "frozen": (logps(frozen="weight", **HALVES), [[]], 16, 18, 35),
     # Two heads: their logits side by side, in one sweep.
-    "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 4, 8, 35),
+    "distillation": (distillation("mask reference", chunk_bytes=10 * V * 1024), [[N]], 4, 10, 40),
     "exact KL": (loss("mask old_logps reference", cfg=EXACT_KL), [[N]], 3, 4, 85),
     "reference": (loss("mask old_logps reference", cfg={"beta": 0.1}), [[N]], 9, 10, 85),
     # Tokens of a support: how many there are is read, and how many entries. Launches depend on
@@ -195,7 +196,70 @@ def test_the_gradient_of_a_head_is_a_float32_sum_unless_one_product_is_all_of_it
     """A chunk after the first adds to a sum in float32, which no GEMM rounds in between."""
     one, two = (count(CALLS[name][0], [N]).launches for name in ("loss", "two chunks"))
     assert [one["mm.out"], one["addmm.dtype_out"], one["addmm.out"]] == [1, 0, 0]
-    assert [two["mm.out"], two["addmm.dtype_out"], two["addmm.out"]] == [0, 1, 0]
+    assert [two["mm.out"], two["addmm.dtype_out"], two["addmm.out"]] == [0, 2, 0]
+
+
+class Allocated(CountedCUDA):
+    """Notes the bytes of large tensors, in the order in which they are made."""
+
+    def __init__(self, *answers):
+        super().__init__(*answers)
+        self.large = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if "empty" in func.overloadpacket.__name__ and out.numel() * out.itemsize >= 64 << 20:
+            self.large.append(out.numel() * out.itemsize)
+        return out
+
+
+BUDGET, WEIGHT = HALVES["chunk_bytes"], 2 * V * H
+
+
+@pytest.mark.parametrize(
+    ("call", "answers", "expected"),
+    (
+        # The block of all buffers; then the weight's gradient, the sum of each half as large as it.
+        (loss("mask old_logps", **HALVES), [[N, N]], [BUDGET, WEIGHT, WEIGHT]),
+        # One product of all rows is rounded by its GEMM, in as much memory.
+        (loss("mask old_logps", **HALVES), [[700, 700]], [BUDGET, WEIGHT]),
+        (loss("old_logps", shape=(B, 150), **HALVES), [[600]], [BUDGET, WEIGHT]),
+        (logps(frozen="hidden weight", **HALVES), [[]], [BUDGET]),
+        (logps(**HALVES), [[], [N]], [BUDGET, BUDGET, WEIGHT, WEIGHT]),
+        (logps(**HALVES), [[], [700]], [BUDGET, BUDGET, WEIGHT]),
+        # So few tokens that a quarter of the budget is enough.
+        (loss("old_logps", shape=(B, 25), **HALVES), [[100]], [BUDGET // 4, WEIGHT]),
+    ),
+    ids=("masked", "few rows", "few tokens", "scores", "two passes", "few needed", "quarter"),
+)
+def test_large_tensors_have_two_sizes_and_the_block_comes_first(call, answers, expected):
+    """In another order, or with more sizes, the allocator would cut one out of another's memory."""
+    with Allocated(*answers) as gpu:
+        total = call()
+        gpu.large.remove(WEIGHT)  # itself
+        if total.requires_grad:
+            total.backward()
+    assert gpu.large == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numbers", "in_place"),
+    (
+        (torch.bfloat16, {"logits_dtype": "model"}, False),
+        (torch.bfloat16, {}, False),
+        (torch.float32, {}, True),
+    ),
+)
+def test_rows_of_a_buffer_of_their_own_are_swept_once(dtype, numbers, in_place):
+    """Twice only where exponentials take the memory of their logits, not where they have its dtype.
+
+    A first sweep then looks for the maximum.
+    """
+    gpu = count(loss("old_logps", dtype=dtype, numbers=numbers), [N])
+    sweeps = [
+        kwargs for kernel, _, kwargs in gpu.kernels if kernel.__name__ == "token_stats_kernel"
+    ]
+    assert len(sweeps) > 0 and {kwargs["INVARIANT"] for kwargs in sweeps} == {in_place}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 # 512 rows of logits keep a CPU's GEMMs at their speed, and the traffic of dW small.
 _CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
-_GPU_CHUNK_BYTES = 1792 << 20
+# Up to 24 GB of memory a head takes as much as other chunked heads; beyond, more buys speed.
+_GPU_CHUNK_BYTES, _LEAST_GPU_CHUNK_BYTES = 1792 << 20, 640 << 20
 # GEMMs on a GPU take rows in tiles of this many.
 ROW_MULTIPLE = 128
 # Strips of logits: beyond, a GPU is full of the tiles of a vocabulary.
@@ -47,7 +48,10 @@ class RowBytes(NamedTuple):
 def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> int:
     """The byte budget for a vocabulary, on a GPU of so many bytes of memory."""
     if device_type == "cuda":
-        return _GPU_CHUNK_BYTES if memory is None else min(_GPU_CHUNK_BYTES, memory // 16)
+        if memory is None:
+            return _GPU_CHUNK_BYTES
+        share = max(memory // 38, _LEAST_GPU_CHUNK_BYTES)
+        return min(share, memory // 16, _GPU_CHUNK_BYTES)
     if device_type == "cpu":
         return min(_CPU_CHUNK_BYTES, _CPU_CHUNK_ROWS * 4 * V)
     return _GPU_CHUNK_BYTES // 4
@@ -58,17 +62,36 @@ def gpu(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
 
 
+def budget_of(weight: Tensor, row_bytes: RowBytes, chunk_bytes: int | None) -> int:
+    """The bytes for all buffers of a call, `chunk_bytes` or the device's."""
+    if chunk_bytes is not None:
+        return chunk_bytes
+    device = weight.device
+    memory = gpu(device).total_memory if device.type == "cuda" else None
+    return row_bytes.models * default_chunk_bytes(row_bytes.columns, device.type, memory)
+
+
+def block_bytes(taken: int, budget: int) -> int:
+    """The size of the block of memory for buffers that take so many bytes: one that calls share.
+
+    A GPU's allocator uses a block again for a request of its size; from a larger one it cuts a
+    piece, and the tensors that it puts into the rest outlive the call. So a call takes the whole
+    budget, or a quarter of it, or a quarter of that, whatever its tokens are.
+    """
+    if not 0 < taken <= budget:
+        return taken
+    while 4 * taken <= budget:
+        budget //= 4
+    return budget
+
+
 def buffer_rows(weight: Tensor, row_bytes: RowBytes, chunk_bytes: int | None) -> tuple[int, int]:
     """The rows whose gradients, and those whose logits, fit the budget together.
 
     `chunk_bytes` None: the device's budget.
     """
     logit_bytes, grad_bytes = row_bytes.parts
-    if chunk_bytes is None:
-        device = weight.device
-        memory = gpu(device).total_memory if device.type == "cuda" else None
-        each = default_chunk_bytes(row_bytes.columns, device.type, memory)
-        chunk_bytes = row_bytes.models * each
+    chunk_bytes = budget_of(weight, row_bytes, chunk_bytes)
     bytes_per_row = logit_bytes + grad_bytes
     least = 1 if weight.device.type == "cpu" else ROW_MULTIPLE
     if row_bytes.strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
@@ -89,4 +112,6 @@ def strip_rows(chunk_bytes: int, row_bytes: int, least: int, sms: int) -> int:
     rows = min(chunk_bytes // 4, _MOST_STRIP_BYTES) // row_bytes
     # Whole waves of the sweep's programs: a part of one would leave most of the GPU idle.
     wave = SWEPT_ROWS_PER_SM * sms
-    return max((rows // wave * wave or rows) // least * least, least)
+    # A GEMM of 128 rows takes as long to read the weight as to multiply.
+    two = 2 * least if 5 * least * row_bytes < chunk_bytes else least
+    return max((rows // wave * wave or rows) // least * least, two)

@@ -17,6 +17,7 @@ log-prob: two GEMMs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import (
+    SplitSum,
     dtypes_of,
     eager_under_compile,
     float16_scale,
@@ -40,7 +42,6 @@ from .call import HeadCall, head_call
 from .execution import Execution
 from .lm_head import LMHead, Support
 from .plan import GradMode, HeadPlan, local_head, plan_head, with_targets
-from .products import Gradients
 
 if TYPE_CHECKING:
     from ..kernels.pair_stats import PairStats
@@ -192,9 +193,7 @@ class _TwoPasses(torch.autograd.Function):
         )
 
 
-def _first_pass(
-    tensors: Sequence[Tensor], plan: HeadPlan
-) -> tuple[list[Tensor], list[Tensor | None]]:
+def _first_pass(tensors: Sequence[Tensor], plan: HeadPlan) -> tuple[list[Tensor], list[Any]]:
     """Computes the statistics of all rows `[N]`, and gradients for the second pass to keep.
 
     Statistics are in the order of `plan.stats`, 0 for masked rows. Gradients are of the sum of the
@@ -206,9 +205,9 @@ def _first_pass(
         like.new_zeros(shape, dtype=torch.float32)
         for shape in ((N, K) if K > 1 else (N,), *[(N,)] * (plan.stats.size() - 1))
     ]
-    grads = None if plan.grad_mode == GradMode.RECOMPUTE else plan.gradients(tensors)
     with torch.autocast(like.device.type, enabled=False):
         head = plan.chunked_head(tensors)
+        grads = None if plan.grad_mode == GradMode.RECOMPUTE else plan.gradients(tensors)
         for chunk in plan.rows.chunks():
             stats = head.forward(chunk)
             for x, values in zip(per_token, stats):  # noqa: B905 - `total` is not stored
@@ -263,10 +262,10 @@ def _gradients(
     d_stats: StatGrads,
     needs_grad: Sequence[bool],
     plan: HeadPlan,
-) -> list[Tensor | None]:
+) -> list[Tensor | SplitSum | None]:
     """Makes the gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
-    grads = Gradients(tensors, needs_grad, every_row=plan.rows.num_rows == len(tensors[0]))
     head = plan.chunked_head(tensors)
+    grads = replace(plan, needs_grad=needs_grad).gradients(tensors)
     for chunk in plan.rows.chunks():
         head.restore(chunk, stats.at(chunk.index))
         head.backward(chunk, grads, d_stats.each(itemgetter(chunk.index)))

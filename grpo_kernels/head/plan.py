@@ -114,13 +114,8 @@ class HeadPlan:
         return TargetReadout(spec, self.ranks, entropy=self.entropy)
 
     def gradients(self, tensors: Sequence[Tensor]) -> Gradients:
-        """Collects the gradients of the terms, of the rows that have one."""
-        count = self.rows.num_grad_rows
-        one_chunk = count == self.rows.largest_of(needs_grad=True)
-        rounded = self.spec.dtype if one_chunk else None
-        return Gradients(
-            tensors, self.needs_grad, every_row=count == len(tensors[0]), rounded=rounded
-        )
+        """Collects the gradients of the terms, of the rows that have one; made after the head."""
+        return Gradients(tensors, self.needs_grad, self.rows, self.spec.dtype)
 
     @property
     def stats(self) -> type[TokenStats | PairStats]:
@@ -210,7 +205,8 @@ def call_of_reference(call: HeadCall, reference: object, support: object = None)
 
 def reference_logps(reference: HeadCall, plan: HeadPlan) -> Tensor:
     """The reference's log-probs of the targets, `[N]`, over the rows of the policy's plan."""
-    spec, rows = with_local_targets(reference.spec, plan.ranks), plan.rows
+    spec = with_local_targets(reference.spec, plan.ranks)
+    rows = replace(plan.rows, num_grad_rows=0)
     logps = reference.tensors[0].new_zeros(spec.layout.num_tokens, dtype=torch.float32)
     readout = TargetReadout(spec, plan.ranks, entropy=False)
     with torch.no_grad(), torch.autocast(logps.device.type, enabled=False):

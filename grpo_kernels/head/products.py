@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .budget import gpu
-from .row_plan import slices
+from ..base.autograd import SplitSum
+from .budget import ROW_MULTIPLE, block_bytes, gpu
+from .row_plan import RowPlan, slices
 
 # Rows of every GEMM of a batch-invariant call: few lost in a call's last ones, and enough that the
 # weight is not read, or packed, too often.
@@ -99,56 +101,110 @@ def pad_rows(x: Tensor, count: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def new_rows(like: Tensor, count: int, V: int, dtype: torch.dtype) -> Tensor:
-    """An empty buffer `[count, V]`; on a GPU rows begin where vectors do, whatever V is."""
-    length = V if like.device.type == "cpu" else -(-V // 64) * 64
-    return like.new_empty((count, length), dtype=dtype)[:, :V]
+def new_buffers(
+    like: Tensor, V: int, sizes: Sequence[tuple[int, torch.dtype]], budget: int = 0
+) -> list[Tensor]:
+    """Empty buffers `[rows, V]` of these dtypes in one block of memory, which any of them holds.
+
+    On a GPU rows begin where vectors do, whatever V is, and the block has a size that calls of the
+    same budget share.
+    """
+    on_cpu = like.device.type == "cpu"
+    length = V if on_cpu else -(-V // 64) * 64
+    parts = [rows * length * dtype.itemsize for rows, dtype in sizes]
+    taken = sum(parts)
+    narrow = min((dtype for _, dtype in sizes), key=lambda x: x.itemsize)
+    count = -(-(taken if on_cpu else block_bytes(taken, budget)) // narrow.itemsize)
+    block = like.new_empty(count, dtype=narrow).view(torch.uint8)
+    return [
+        x.view(dtype).view(rows, length)[:, :V]
+        for x, (rows, dtype) in zip(block[:taken].split(parts), sizes, strict=True)
+    ]
 
 
 class Gradients:
-    """The gradients of a call's terms: x and y of each in turns, made when first added to.
+    """The gradients of a call's terms: x and y of each in turns.
+
+    To be made after the chunks' buffers, the largest of a call: those of the ys are made here, the
+    smaller ones of the xs when first set. In another order a GPU's allocator would cut them out of
+    the memory where the buffers were.
 
     Args:
         tensors: x and y of each term.
         needs_grad: True for each tensor whose gradient is made.
-        every_row: True if all rows of every x will be set; others are left 0.
-        rounded: the dtype of operands whose one product is the whole gradient of a y: of the same
-            dtype, it is rounded by its GEMM. None: products are added up in float32.
+        rows: the rows that have one; others of an x are left 0.
+        dtype: of the products' operands.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], needs_grad: Sequence[bool], *, every_row: bool,
-        rounded: torch.dtype | None = None,
+        self, tensors: Sequence[Tensor], needs_grad: Sequence[bool], rows: RowPlan,
+        dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.tensors, self.needs_grad = tensors, list(needs_grad)
-        self.every_row, self.rounded = every_row, rounded
-        self.grads: list[Tensor | None] = [None] * len(self.tensors)
+        count = rows.num_grad_rows
+        self.every_row = count == len(tensors[0])
+        one_product = count == rows.largest_of(needs_grad=True)
+        self.d_xs: dict[int, Tensor] = {}
+        self.d_ys = {
+            place: WeightGrad(y, one_product=one_product and y.dtype == dtype)
+            for place, y in enumerate(tensors)
+            if place % 2 and self.needs_grad[place] and count
+        }
 
     def d_x(self, place: int) -> Tensor:
         """The gradient of an x, in its dtype."""
-        grad = self.grads[place]
-        if grad is None:
+        if place not in self.d_xs:
             x = self.tensors[place]
             make = x.new_empty if self.every_row else x.new_zeros
-            grad = self.grads[place] = make(x.shape)
-        return grad
+            self.d_xs[place] = make(x.shape)
+        return self.d_xs[place]
 
-    def d_y(self, place: int) -> tuple[Tensor, float]:
-        """The gradient of a y, mostly a float32 sum, and its factor: 0.0 at first."""
-        grad = self.grads[place]
-        if grad is not None:
-            return grad, 1.0
-        y = self.tensors[place]
-        dtype = y.dtype if y.dtype == self.rounded else torch.float32
-        grad = self.grads[place] = y.new_empty(y.shape, dtype=dtype)
-        return grad, 0.0
-
-    def finalize(self) -> list[Tensor | None]:
+    def finalize(self) -> list[Tensor | SplitSum | None]:
         """All of them, 0 where nothing was added and None where none is made."""
+        grads: dict[int, Any] = {place: x.finalize() for place, x in self.d_ys.items()}
+        grads |= self.d_xs
         return [
-            x if x is not None or not needs_grad else torch.zeros_like(like)
-            for x, needs_grad, like in zip(self.grads, self.needs_grad, self.tensors, strict=True)
+            grads[place] if place in grads else torch.zeros_like(x) if needs_grad else None
+            for place, (x, needs_grad) in enumerate(zip(self.tensors, self.needs_grad, strict=True))
         ]
+
+
+class WeightGrad:
+    """The gradient of a y `[V, K]`: products that are added up in float32, and rounded at the end.
+
+    The sum for a bf16 y has two parts, each as large as y (`SplitSum`). So the large tensors of a
+    call, but for the block of its buffers, all have the size of the weight, whether one product is
+    the whole gradient or several are: a GPU's allocator uses the memory of one for another.
+
+    Args:
+        y: the tensor that has the gradient.
+        one_product: whether it is one product of operands of its dtype, which its GEMM rounds.
+    """
+
+    def __init__(self, y: Tensor, *, one_product: bool) -> None:
+        V, K = y.shape
+        self.beta = 0.0  # the factor of what is there: nothing at first
+        self.rows = V  # of each part
+        dtype = y.dtype if one_product else torch.float32
+        if y.dtype != torch.bfloat16 or V < ROW_MULTIPLE:
+            self.parts = [y.new_empty((V, K), dtype=dtype)]
+            return
+        half = -(-V // ROW_MULTIPLE) * ROW_MULTIPLE // 2  # where GEMMs begin well
+        if one_product:
+            self.parts = [y.new_empty((2 * half, K))[:V]]
+        else:
+            self.rows = half
+            first, second = (y.new_empty((half, K), dtype=dtype) for _ in range(2))
+            self.parts = [first, second[: V - half]]
+
+    def __getitem__(self, columns: slice) -> Tensor:
+        """The rows of some columns of logits, all in one part."""
+        part, begin = divmod(columns.start, self.rows)
+        return self.parts[part][begin : begin + columns.stop - columns.start]
+
+    def finalize(self) -> Tensor | SplitSum:
+        """The whole gradient, which is not added to again."""
+        return self.parts[0] if len(self.parts) == 1 else SplitSum(*self.parts)
 
 
 def put_rows(

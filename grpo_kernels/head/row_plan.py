@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.checks import ValueChecks
-from .budget import ROW_MULTIPLE, RowBytes, buffer_rows
+from .budget import ROW_MULTIPLE, RowBytes, budget_of, buffer_rows
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class RowPlan:
         num_tokens: all rows of the call, masked or not. RowBytes are sized by it: sizes that change
             with the mask fragment the memory of a GPU.
         row_bytes: of a row's logits, and of their gradient if it has memory of its own.
+        budget: bytes of one model's buffers at their full size; 0: two models share them.
     """
 
     order: Tensor | None
@@ -45,6 +46,7 @@ class RowPlan:
     max_logit_rows: int
     num_tokens: int
     row_bytes: tuple[int, int] = (0, 0)
+    budget: int = 0
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
@@ -72,12 +74,13 @@ class RowPlan:
     @property
     def logit_rows(self) -> int:
         """The rows of the buffer of logits."""
-        return min(self.max_logit_rows, self.num_tokens)
+        return min(self.max_logit_rows, self.num_tokens) if self.num_rows else 0
 
     @property
     def gradient_rows(self) -> int:
-        """The rows of the buffer of gradients."""
-        return min(self.max_chunk_rows, self.num_tokens)
+        """The rows of the buffer of gradients, 0 where they need none of their own."""
+        needed = self.num_grad_rows and self.row_bytes[1]
+        return min(self.max_chunk_rows, self.num_tokens) if needed else 0
 
     @property
     def bytes_taken(self) -> int:
@@ -91,7 +94,8 @@ class RowPlan:
             max(least, min(rows, self.largest_chunk) // 2)
             for rows in (self.max_chunk_rows, self.max_logit_rows)
         )
-        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows)
+        budget = self.budget // 2
+        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows, budget=budget)
 
 
 def slices(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -135,6 +139,7 @@ def plan_rows(
     return RowPlan(
         order, num_grad_rows, num_rows, *buffer_rows(weight, row_bytes, chunk_bytes), num_tokens,
         row_bytes=row_bytes.parts,
+        budget=budget_of(weight, row_bytes, chunk_bytes) if row_bytes.models == 1 else 0,
     )  # fmt: skip
 
 

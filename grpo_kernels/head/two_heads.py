@@ -8,6 +8,7 @@ each, two for the gradients of the policy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class DivergenceReadout(TargetReadout):
         self.with_grad = with_grad and not spec.execution.batch_invariant
         assert spec.reference is not None and spec.divergence is not None
         self.reference, self.divergence = spec.reference, spec.divergence
-        self.ref_logits = ChunkLogits(tensors, spec.reference, rows)
+        self.ref_logits = ChunkLogits(tensors, spec.reference, replace(rows, num_grad_rows=0))
         self.pairs = pairs_of(spec.backend)
 
     def select(self, chunk: Chunk) -> None:

@@ -53,7 +53,7 @@ head/two_heads.py: test_pairs
 loss/grpo_loss.py: test_pairs
     d_kl: config.beta -> 0.0
 head/chunked_head.py: test_fused_grpo_loss
-    ChunkedHead._add_d_y: beta=beta -> beta=0.0
+    ChunkedHead._add_d_y: beta=total.beta -> beta=0.0
     row_factors: / transform.temperature ->
 head/chunked_head.py: test_products
     TargetReadout.forward: self.exps[strip] -> self.exps[: strip.stop - strip.start]
