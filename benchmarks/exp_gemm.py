@@ -31,7 +31,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks import measure
-from grpo_kernels.head.products import addmm, new_rows
+from grpo_kernels.head.products import addmm, new_buffers
 from grpo_kernels.kernels import Entries, LogitTransform, TokenStats
 from grpo_kernels.kernels.triton_common import at_most, build, device_of, expm1, ln_2, log2_e
 from grpo_kernels.kernels.triton_entries import entry_dots
@@ -292,7 +292,8 @@ def mm_and_sweep(
     hidden: Tensor, weight: Tensor, targets: Tensor, exps: Tensor, out: TokenStats
 ) -> None:
     """Writes the same as the library does: float32 logits by strips, and a sweep over each."""
-    logits = new_rows(hidden, min(_STRIP, len(hidden)), len(weight), torch.float32)
+    size = min(_STRIP, len(hidden)), torch.float32
+    (logits,) = new_buffers(hidden, len(weight), [size])
     for start in range(0, len(hidden), _STRIP):
         rows = slice(start, start + _STRIP)
         z = logits[: len(hidden[rows])]
@@ -363,7 +364,8 @@ def rows(day: Day, N: int, V: int, H: int, odd: int) -> Iterator[dict[str, Any]]
     dtype = torch.bfloat16 if day.large else torch.float32
     hidden, peaked, weight, targets = operands(M, odd, H, day.device, dtype)
     aligned = torch.cat([weight, weight[: V - odd]])
-    exps, out = new_rows(hidden, M, V, dtype), TokenStats.empty(hidden, entropy=True, total=True)
+    (exps,) = new_buffers(hidden, V, [(M, dtype)])
+    out = TokenStats.empty(hidden, entropy=True, total=True)
     tiles: tuple[Tile, ...] = SMALL
     if day.large:
         major = torch.cuda.get_device_properties(day.device).major

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from grpo_kernels.head.budget import ROW_MULTIPLE, strip_rows
+from grpo_kernels.head.budget import ROW_MULTIPLE, default_chunk_bytes, strip_rows
 from grpo_kernels.head.row_plan import RowPlan
 
 
@@ -57,8 +57,6 @@ INSTRUCTIONS = {
     "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 43, "pair_grads": 28,
 }  # fmt: skip
 
-# Bytes of logits that the library has at once.
-CHUNK_BYTES = 1792 << 20
 # For a call in which every token has a support: launches (`tests/test_fake_cuda.py`), and
 # bytes that finding the order of the entries moves per entry, the sort included.
 REPLAY_LAUNCHES, BYTES_OF_ORDER = 237, 1200
@@ -212,16 +210,22 @@ def exact(s: Step) -> dict[str, float]:
     return s.finish(50 + 15 * chunks + 2 * math.ceil(s.N / plan.logit_rows), waits=1)
 
 
+def chunk_bytes(d: Device, V: int) -> int:
+    """The memory that the library takes for logits and their gradients."""
+    return default_chunk_bytes(V, "cuda", int(d.gib * 2**30))
+
+
 def plan_of(d: Device, N: int, V: int) -> RowPlan:
     """The chunks and strips that the library cuts tokens into."""
-    strip = strip_rows(CHUNK_BYTES, 4 * V, ROW_MULTIPLE, d.sms)
-    rows = (CHUNK_BYTES - strip * 4 * V) // (2 * V) // ROW_MULTIPLE * ROW_MULTIPLE
+    budget = chunk_bytes(d, V)
+    strip = strip_rows(budget, 4 * V, ROW_MULTIPLE, d.sms)
+    rows = (budget - strip * 4 * V) // (2 * V) // ROW_MULTIPLE * ROW_MULTIPLE
     return RowPlan(None, N, N, rows, strip, N, row_bytes=(4 * V, 2 * V))
 
 
 def scoring(s: Step) -> dict[str, float]:
     """Log-probs without a gradient: float32 logits, and one sweep."""
-    rows = int(CHUNK_BYTES // (4 * s.V) // 128 * 128)
+    rows = int(chunk_bytes(s.d, s.V) // (4 * s.V) // 128 * 128)
     s.logits(rows, 4)
     s.sweep("statistics", 4, "token_stats")
     return s.finish(50 + 3 * _chunks(s.N, rows), waits=1)
@@ -229,7 +233,7 @@ def scoring(s: Step) -> dict[str, float]:
 
 def exact_two_sweeps(s: Step, again: bool = False) -> dict[str, float]:
     """Statistics, then the logits' gradient, in buffers of equal rows; `again`: in two passes."""
-    rows = int(CHUNK_BYTES // (6 * s.V) // 128 * 128)
+    rows = int(chunk_bytes(s.d, s.V) // (6 * s.V) // 128 * 128)
     s.logits(rows, 4)
     s.sweep("statistics", 4, "token_stats")
     if again:
@@ -249,7 +253,7 @@ def with_estimate(s: Step) -> dict[str, float]:
 
 def two_heads(s: Step) -> dict[str, float]:
     """Both models' float32 logits; statistics of both, then the gradient of the policy's."""
-    rows = int(2 * CHUNK_BYTES // (10 * s.V) // 128 * 128)
+    rows = int(2 * chunk_bytes(s.d, s.V) // (10 * s.V) // 128 * 128)
     s.logits(rows, 4)
     s.logits(rows, 4, "GEMM 1, of the reference")
     s.sweep("statistics of both", 8, "pair_stats")

@@ -47,7 +47,7 @@ from benchmarks import gpu_costs, measure
 from benchmarks.contenders import BASELINE, CONTENDERS
 from benchmarks.workloads import Workload, make
 from grpo_kernels import Execution, doctor, fused_grpo_loss, linear_logprobs, reference
-from grpo_kernels.head.products import addmm, new_rows
+from grpo_kernels.head.products import addmm, new_buffers
 from grpo_kernels.kernels import LogitTransform, select_backend
 
 ROOT = Path(__file__).parents[1]
@@ -296,7 +296,8 @@ def gemms(day: Day, H: int) -> Rows:
                  for y in itertools.product((len(weight), odd), (fp32, half))]  # fmt: skip
     for name, rows, columns, dtype in products:
         x, y = hidden[:rows], weight[:columns]
-        z = new_rows(x, len(x), columns, dtype if name == "logits" else half).normal_()
+        size = len(x), dtype if name == "logits" else half
+        z = new_buffers(x, columns, [size])[0].normal_()
         out, a, b = {"logits": (z, x, y.T), "dh": (x, z, y), "dw": (y, z.T, x)}[name]
         out = out if out is z else torch.zeros_like(out, dtype=dtype)
         run = partial(addmm, out, a, b, beta=float(name == "dw" and dtype == fp32))
