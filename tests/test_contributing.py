@@ -73,14 +73,14 @@ class SkewKL(Divergence):
     def addends(self, s, t):
         return t.exp() * (t - log_mixture(s, t, self.beta))
 
-    def terms(self, p, q, d):
-        return [divergences.KLTerm(1.0, q, to_mixture_(d, self.beta)[1])]
+    def terms(self, p, q, d, spare):
+        return [divergences.KLTerm(1.0, q, to_mixture_(d, self.beta, spare)[1])]
 
-    def base(self, p, q):
-        return torch.lerp(p, q, self.beta)
+    def base(self, p, q, spare):
+        return torch.lerp(p, q, self.beta, out=spare)
 
-    def h(self, terms):
-        return terms[0].log_ratio.expm1().neg_()  # 1 - q/m
+    def weighted_h(self, p, q, terms):
+        return terms[0].log_ratio.expm1_().mul_(p).neg_()  # h = 1 - q/m
 
 
 @triton.jit

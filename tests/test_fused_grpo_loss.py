@@ -163,8 +163,8 @@ def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
     tokens = int(batch.mask.sum())
     if one_pass:
         assert rows["logits"] == tokens
-    else:  # the second time those that turned out to have a gradient
-        assert tokens < rows["logits"] <= 2 * tokens
+    else:  # the second time those that turned out to have a gradient, if they are few
+        assert tokens <= rows["logits"] <= 2 * tokens
 
 
 def test_a_constant_correction_of_zero_costs_no_gradient_work(monkeypatch):
@@ -203,7 +203,7 @@ def test_workspace_does_not_grow_with_tokens():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor):
-                self.elements = max(self.elements, out.numel())
+                self.elements = max(self.elements, out.nbytes // 4)
             return out
 
     V, H, rows = 5003, 8, 16

@@ -7,6 +7,7 @@ from grpo_kernels.base.checks import ValueChecks
 from grpo_kernels.head.budget import (
     SWEPT_ROWS_PER_SM,
     RowBytes,
+    block_bytes,
     buffer_rows,
     default_chunk_bytes,
     gpu,
@@ -94,10 +95,11 @@ def test_workspace_depends_on_the_budget_alone():
 
 
 def test_default_budget():
-    """512 rows of logits, unless the vocabulary is enormous; 1/16 of a small GPU's memory."""
+    """512 rows of logits, unless the vocabulary is enormous; on a GPU 1/32 of its memory."""
     for V, H, expected in ((49_152, 576, 512), (1000, 8, 512), (262_144, 4096, 320)):
         assert plan_of_all(10**6, torch.empty(1).expand(V, H)).max_chunk_rows == expected
-    assert default_chunk_bytes(QWEN, "cuda", 16 << 30) == 1 << 30
+    for gib, mib in ((8, 256), (23.5, 752), (48, 1536), (79, 1792), (180, 1792)):
+        assert default_chunk_bytes(QWEN, "cuda", int(gib * 2**30)) == mib << 20
     assert default_chunk_bytes(QWEN, "mps") == 448 << 20
 
 
@@ -106,6 +108,10 @@ def test_default_budget():
     (
         (None, (4864, 640)),  # 1.75 GiB: 389 MB of logits, 1.48 GB of gradients
         (1 << 30, (2688, 384)),
+        # Strips of 256 rows, where they take less than two fifths.
+        (640 << 20, (1664, 256)),
+        (400 << 20, (768, 256)),
+        (360 << 20, (896, 128)),
         (200 << 20, (384, 128)),
         (100 << 20, (115, 115)),  # too little for strips of 128 rows
         (10 << 30, (34048, 640)),
@@ -147,16 +153,30 @@ def test_buffers_have_two_sizes_whatever_the_mask_is(on_a_gpu):
     assert plan_of_all(700, on_a_gpu, RowBytes(QWEN, 2, strips=True)).gradient_rows == 700
 
 
+def test_blocks_have_few_sizes():
+    """The budget, a quarter of it, and so on; what takes more than the budget has its own."""
+    sizes = {block_bytes(taken, 1000) for taken in range(1, 1001)}
+    assert sizes == {1000, 250, 62, 15, 3}
+    assert [block_bytes(x, 1000) for x in (0, 250, 251, 1001)] == [0, 250, 1000, 1001]
+    assert block_bytes(300, 0) == 300
+
+
 # Forward peaks in MiB beyond the inputs, by the count of torch's own caching allocator (2.11.0 for
-# CUDA) over a driver that computes nothing: docs/benchmarks.md has the second.
-COUNTED = {(16384, 896): 2350, (16384, 2048): 3080, (16384, 4096): 4379, (4096, 2048): 2215}
+# CUDA) over a driver that computes nothing, on a card of 79 GiB and on one of 23.5.
+COUNTED = {
+    (79, 16384, 896): 2362, (79, 16384, 2048): 3093, (79, 16384, 4096): 4393,
+    (79, 4096, 2048): 2450, (79, 1024, 896): 2059, (23.5, 16384, 896): 1310,
+    (23.5, 16384, 2048): 2027, (23.5, 4096, 2048): 1979, (23.5, 1024, 896): 1019,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_tokens", "H"), COUNTED)
-def test_memory_is_the_buffers_and_the_gradients(num_tokens, H, on_a_gpu):
+@pytest.mark.parametrize(("gib", "num_tokens", "H"), COUNTED)
+def test_memory_is_the_block_and_the_gradients(gib, num_tokens, H, on_a_gpu):
+    on_a_gpu.gpu.properties.total_memory = int(gib * 2**30)
     weight = on_a_gpu.new_empty(1).expand(QWEN, H)
     plan = plan_of_all(num_tokens, weight, RowBytes(QWEN, 2, strips=True))
+    block = block_bytes(plan.bytes_taken, plan.budget)
     sum_bytes = 4 if plan.largest_chunk < num_tokens else 2  # one product is rounded by its GEMM
     chunk_bytes = (4 + 2) * plan.largest_chunk * H  # dH in float32, r o h
-    taken = plan.bytes_taken + sum_bytes * QWEN * H + 2 * num_tokens * H + chunk_bytes
-    assert taken / 2**20 == pytest.approx(COUNTED[num_tokens, H], rel=0.01)
+    taken = block + sum_bytes * QWEN * H + 2 * num_tokens * H + chunk_bytes
+    assert taken / 2**20 == pytest.approx(COUNTED[gib, num_tokens, H], rel=0.01)

@@ -7,9 +7,11 @@ import torch
 
 from benchmarks.workloads import make
 from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels.base.autograd import scaled_gradient
 from grpo_kernels.head import call as head_calls
 from grpo_kernels.head.call import head_call
 from grpo_kernels.head.products import (
+    WeightGrad,
     add_product,
     as_operand,
     column_slices,
@@ -96,6 +98,40 @@ def test_columns_that_tensor_cores_cannot_take_go_apart(V, dtype, major, expecte
         (rows,) = new_buffers(weight, V, [(2, dtype)])
         assert rows.shape == (2, V) and rows.stride() == (1024, 1)  # where vectors begin
     assert new_buffers(torch.empty(0), V, [(2, dtype)])[0].is_contiguous()
+
+
+def test_buffers_are_parts_of_one_block(real_memory):
+    """On a GPU of a size that calls share."""
+    sizes, V = [(3, torch.float32), (5, torch.bfloat16)], 100
+    with CountedCUDA():
+        like = torch.empty(1, device="cuda")
+        logits, grads = new_buffers(like, V, sizes, budget=4096)
+        assert grads.data_ptr() == 3 * 4 * 128 and logits.data_ptr() == 0
+        assert grads.held.untyped_storage().nbytes() == 4096  # 2,816 are taken
+    values = new_buffers(torch.empty(1), V, sizes, budget=4096)
+    for i, x in enumerate(values):
+        x.fill_(i + 1)
+    assert all((x == i + 1).all() for i, x in enumerate(values))
+    assert values[0].untyped_storage().nbytes() == V * (3 * 4 + 5 * 2)  # as much as is taken
+
+
+@pytest.mark.parametrize("factor", (None, 3.0))
+@pytest.mark.parametrize(("V", "K"), ((128, 1), (129, 16), (1003, 3), (5000, 2)))
+def test_a_bf16_gradient_is_rounded_once_where_it_was_summed(V, K, factor):
+    """The result has the memory of one half of the sums; the other half is free."""
+    sums, y = torch.randn(V, K), torch.empty(V, K, dtype=torch.bfloat16)
+    grad = WeightGrad(y, one_product=False)
+    for columns in column_slices(y, grad.rows):
+        grad[columns].copy_(sums[columns])
+    stored = grad.finalize()
+    scale = None if factor is None else torch.tensor(factor)
+    copied = stored.rounded(scale, in_place=False)
+    result = scaled_gradient(stored, scale, torch.bfloat16, fresh=True)
+    assert result.equal((sums * (factor or 1.0)).to(torch.bfloat16)) and result.equal(copied)
+    whole = WeightGrad(y, one_product=True).parts[0]
+    sizes = {x.untyped_storage().nbytes() for x in (*stored, result, whole)}
+    assert len(sizes) == 1 and max(sizes) < 2 * (V + 128) * K
+    assert result.data_ptr() == stored.first.data_ptr() != copied.data_ptr()
 
 
 def test_a_weight_that_no_gemm_takes_is_copied():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -63,8 +64,42 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else x * scale
 
 
+class SplitSum(NamedTuple):
+    """A float32 sum in two parts, one row after the other, whose bf16 fits the first one's memory.
+
+    Rounded there, it needs no third tensor, and the second part's memory is free. Another
+    tensor, made while both parts are there, would be cut out of the memory that the head's buffers
+    were in, which then is too small for those of the next call.
+    """
+
+    first: Tensor  # [R, K]
+    second: Tensor  # [V - R, K], at most R rows
+
+    def rounded(self, scale: Tensor | None, *, in_place: bool) -> Tensor:
+        """`scale` times the sum, `[V, K]` in bf16, rounded once."""
+        (rows, K), V = self.first.shape, len(self.first) + len(self.second)
+        if not in_place:
+            out = self.first.new_empty((V, K), dtype=torch.bfloat16)
+            _scaled_into(out[:rows], self.first, scale)
+        else:
+            out = self.first.view(-1).view(torch.bfloat16)[: V * K].view(V, K)
+            # Written where sums have been read: after a few rows, as many as there are so far.
+            done = -(-rows // 32)
+            _scaled_into(out[:done], self.first[:done].clone(), scale)
+            while done < rows:
+                part = slice(done, min(2 * done, rows))
+                _scaled_into(out[part], self.first[part], scale)
+                done = part.stop
+        _scaled_into(out[rows:], self.second, scale)
+        return out
+
+
 def scaled_gradient(
-    stored: Tensor | None, scale: Tensor | None, dtype: torch.dtype, *, fresh: bool = False
+    stored: Tensor | SplitSum | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    fresh: bool = False,
 ) -> Tensor | None:
     """`scale * stored` in `dtype`, for a gradient that was computed in the forward.
 
@@ -74,9 +109,11 @@ def scaled_gradient(
     """
     if stored is None:
         return None
+    is_needed_again = not fresh and graph_is_kept()
+    if isinstance(stored, SplitSum):
+        return stored.rounded(scale, in_place=not is_needed_again)
     if scale is None:
         return stored.to(dtype)
-    is_needed_again = not fresh and graph_is_kept()
     # On a CPU a look is cheaper than a pass.
     if scale.device.type == "cpu" and scale == 1:
         return stored.to(dtype, copy=is_needed_again)
@@ -85,8 +122,10 @@ def scaled_gradient(
     return _scaled_into(stored, stored, scale).to(dtype)
 
 
-def _scaled_into(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+def _scaled_into(out: Tensor, x: Tensor, scale: Tensor | None) -> Tensor:
     """Writes `x * scale`, computed in float32, to `out`."""
+    if scale is None:
+        return out.copy_(x)
     # Not 0-d, which half precision would round first, an AMP scale of 65,536 to infinity.
     scale = scale.reshape(1)
     # A CPU takes a copy in float32.
@@ -99,20 +138,25 @@ def _scaled_into(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
 
 
 def keep_gradients(
-    ctx: Any, tensors: Sequence[Tensor], scale: Tensor | None, gradients: Sequence[Tensor | None]
+    ctx: Any,
+    tensors: Sequence[Tensor],
+    scale: Tensor | None,
+    gradients: Sequence[Tensor | SplitSum | None],
 ) -> None:
     """Keeps a scalar loss's gradients by `tensors`, computed `scale` times as large."""
-    ctx.save_for_backward(scale, *gradients)
-    ctx.dtypes = dtypes_of(*tensors)
+    parts = [x if isinstance(x, SplitSum) else (x,) for x in gradients]
+    ctx.save_for_backward(scale, *chain(*parts))
+    ctx.dtypes, ctx.num_parts = dtypes_of(*tensors), [len(x) for x in parts]
 
 
 def kept_gradients(ctx: Any, d_loss: Tensor, call: str) -> Iterator[Tensor | None]:
     """The gradients of the tensors, from that of the loss; refuses a double backward."""
     refuse_double_backward(call)
-    scale, *gradients = ctx.saved_tensors
-    factor = d_loss if scale is None else d_loss / scale
-    for stored, dtype in zip(gradients, ctx.dtypes, strict=True):
-        yield scaled_gradient(stored, factor, dtype)
+    scale, *saved = ctx.saved_tensors
+    factor, rest = d_loss if scale is None else d_loss / scale, iter(saved)
+    for count, dtype in zip(ctx.num_parts, ctx.dtypes, strict=True):
+        parts = [*islice(rest, count)]
+        yield scaled_gradient(parts[0] if count == 1 else SplitSum(*parts), factor, dtype)
 
 
 def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:

@@ -15,12 +15,11 @@ class Execution:
     Args:
         backend: `"auto"` (Triton on a GPU, torch on a CPU), `"triton"` or `"torch"`.
         chunk_bytes: memory limit of the buffers of logits and their gradient, in bytes. None: on a
-            CPU 512 rows of logits, at most 320 MiB; on a GPU of up to 24 GB 640 MiB (at most 1/16
-            of its memory), on a larger one 1/38 of its memory, at most 1.75 GiB. A GPU call takes
-            all of it, or a quarter of it if that is enough, and so on: blocks of few sizes, which
-            PyTorch's allocator reuses. With None, a call that runs out of memory warns and retries
-            with half, down to 16 rows (256 if `batch_invariant`); it does not retry on several
-            ranks or with a support.
+            CPU 512 rows of logits, at most 320 MiB; on a GPU 1/32 of its memory, at most 1.75 GiB.
+            A GPU call takes all of it, or a quarter of it if that is enough, and so on: blocks of
+            few sizes, which PyTorch's allocator reuses. With None, a call that runs out of memory
+            warns and retries with half, down to 16 rows (256 if `batch_invariant`); it does not
+            retry on several ranks or with a support.
         batch_invariant: each token's log-prob, entropy and gradient of `hidden` have the same bits
             whatever the other tokens of the call, their order and the chunks: every GEMM has 256
             rows, padded if there are fewer. The gradient of `weight` is reproducible but not

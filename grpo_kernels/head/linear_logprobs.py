@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import (
+    SplitSum,
     dtypes_of,
     eager_under_compile,
     float16_scale,
@@ -201,9 +202,7 @@ class _TwoPasses(torch.autograd.Function):
         )
 
 
-def _first_pass(
-    tensors: Sequence[Tensor], plan: HeadPlan
-) -> tuple[list[Tensor], list[Tensor | None]]:
+def _first_pass(tensors: Sequence[Tensor], plan: HeadPlan) -> tuple[list[Tensor], list[Any]]:
     """Computes the statistics of all rows `[N]`, and what else the second pass gets.
 
     Statistics are in the order of `plan.stats`, 0 for masked rows. The rest: exponentials `[C, V]`
@@ -261,7 +260,8 @@ def _second_pass(
     dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
     scale = float16_scale(dtypes, partial(_largest, d_stats, needed))
     d_stats = d_stats.each(partial(scaled, scale=scale))
-    checks, spoilt, gradients = ValueChecks(), None, None
+    checks, spoilt = ValueChecks(), None
+    gradients: list[Tensor | SplitSum | None] | None = None
     if has_exps and only_logps:
         # Rows without a gradient whose NaN would reach the weight's.
         spoilt = checks.ask((~(needed | stats.logsumexp.isfinite())).sum())
@@ -286,7 +286,7 @@ def _gradients(
     d_stats: StatGrads,
     needs_grad: Sequence[bool],
     plan: HeadPlan,
-) -> list[Tensor | None]:
+) -> list[Tensor | SplitSum | None]:
     """Makes the gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
     head = plan.chunked_head(tensors)
     grads = replace(plan, needs_grad=needs_grad).gradients(tensors)
@@ -303,22 +303,23 @@ def _from_kept(
     d_stats: StatGrads,
     needs_grad: Sequence[bool],
     plan: HeadPlan,
-) -> list[Tensor | None] | None:
+) -> list[Tensor | SplitSum | None] | None:
     """Makes what `_gradients` does from the exponentials of the plan's one chunk, and their sums.
 
     None if another call has taken their memory, or if there is too little beside them.
     """
     exps, total = kept
-    stats = cast(TokenStats, stats)
     (chunk,) = plan.rows.chunks()
-    grads = replace(plan, needs_grad=needs_grad).gradients(tensors)
-    # It needs no buffers.
-    head = replace(plan, rows=replace(plan.rows, num_rows=0, num_grad_rows=0)).chunked_head(tensors)
+    stats = cast(TokenStats, stats).at(chunk.index)._replace(total=total)
+    # Without rows it makes no buffers.
+    no_rows = replace(plan.rows, num_rows=0, num_grad_rows=0)
     with borrowed(exps) as are_there:
         if not are_there:
             return None
-        head.restore(chunk, stats.at(chunk.index)._replace(total=total), exps)
         try:
+            head = replace(plan, rows=no_rows).chunked_head(tensors)
+            grads = replace(plan, needs_grad=needs_grad).gradients(tensors)
+            head.restore(chunk, stats, exps)
             head.backward(chunk, grads, d_stats.each(itemgetter(chunk.index)))
         except Exception as error:
             if not ran_out_of_memory(error):

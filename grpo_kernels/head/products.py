@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .budget import block_bytes, gpu
+from ..base.autograd import SplitSum
+from .budget import ROW_MULTIPLE, block_bytes, gpu
 from .row_plan import RowPlan, slices
 
 # Rows of every GEMM of a batch-invariant call: few lost in a call's last ones, and enough that the
@@ -157,9 +159,10 @@ class Gradients:
             self.d_xs[place] = make(x.shape)
         return self.d_xs[place]
 
-    def finalize(self) -> list[Tensor | None]:
+    def finalize(self) -> list[Tensor | SplitSum | None]:
         """All of them, 0 where nothing was added and None where none is made."""
-        grads = self.d_xs | {place: grad.finalize() for place, grad in self.d_ys.items()}
+        grads: dict[int, Any] = {place: x.finalize() for place, x in self.d_ys.items()}
+        grads |= self.d_xs
         return [
             grads[place] if place in grads else torch.zeros_like(x) if needs_grad else None
             for place, (x, needs_grad) in enumerate(zip(self.tensors, self.needs_grad, strict=True))
@@ -167,12 +170,11 @@ class Gradients:
 
 
 class WeightGrad:
-    """The gradient of a y `[V, K]`: products that are added up in float32, and rounded once.
+    """The gradient of a y `[V, K]`: products that are added up in float32, and rounded at the end.
 
-    In bf16 it is rounded where it lies. The sum of the first half of its rows is as large as all of
-    them are in bf16, and becomes them; the other half's memory is free then. So the large tensors
-    of a call, but for the block of its buffers, are all as large as the weight: a GPU's allocator
-    uses one's memory for another, as it is, whether there are several products or one.
+    The sum for a bf16 y has two parts, each as large as y (`SplitSum`). So the large tensors of a
+    call, but for the block of its buffers, all have the size of the weight, whether one product is
+    the whole gradient or several are: a GPU's allocator uses the memory of one for another.
 
     Args:
         y: the tensor that has the gradient.
@@ -183,38 +185,26 @@ class WeightGrad:
         V, K = y.shape
         self.beta = 0.0  # the factor of what is there: nothing at first
         self.rows = V  # of each part
-        if y.dtype != torch.bfloat16:
-            dtype = y.dtype if one_product else torch.float32
-            self.parts = [y.new_empty(y.shape, dtype=dtype)]
+        dtype = y.dtype if one_product else torch.float32
+        if y.dtype != torch.bfloat16 or V < ROW_MULTIPLE:
+            self.parts = [y.new_empty((V, K), dtype=dtype)]
             return
-        half = -(-V // 128) * 64  # a row where GEMMs begin well
-        block = y.new_empty((2 * half, K))
-        self.parts = [block[:V]]
-        if not one_product:
-            self.rows, self.rounded = half, block[:V]
-            first = block.view(-1).view(torch.float32).view(half, K)
-            self.parts = [first, y.new_empty((half, K), dtype=torch.float32)]
+        half = -(-V // ROW_MULTIPLE) * ROW_MULTIPLE // 2  # where GEMMs begin well
+        if one_product:
+            self.parts = [y.new_empty((2 * half, K))[:V]]
+        else:
+            self.rows = half
+            first, second = (y.new_empty((half, K), dtype=dtype) for _ in range(2))
+            self.parts = [first, second[: V - half]]
 
     def __getitem__(self, columns: slice) -> Tensor:
         """The rows of some columns of logits, all in one part."""
         part, begin = divmod(columns.start, self.rows)
         return self.parts[part][begin : begin + columns.stop - columns.start]
 
-    def finalize(self) -> Tensor:
+    def finalize(self) -> Tensor | SplitSum:
         """The whole gradient, which is not added to again."""
-        if len(self.parts) == 1:
-            return self.parts[0]
-        (first, second), out = self.parts, self.rounded
-        count = min(len(out), self.rows)
-        # Rows are written where sums have been read: after a few, always as many as there are.
-        done = min(self.rows // 32, count)
-        out[:done] = first[:done].to(out.dtype)
-        while done < count:
-            stop = min(2 * done, count)
-            out[done:stop] = first[done:stop]
-            done = stop
-        out[count:] = second[: len(out) - count]
-        return out
+        return self.parts[0] if len(self.parts) == 1 else SplitSum(*self.parts)
 
 
 def put_rows(

@@ -54,10 +54,10 @@ def test_two_passes_keep_the_exponentials_of_one_chunk():
 
 
 def test_the_cpu_is_behind_in_a_small_call_and_not_in_a_large_one():
-    """By about what was measured without a GPU: 2.2 ms of CPU for 512 tokens."""
+    """The CPU takes what was measured without a GPU: 1.5 ms for 512 tokens."""
     device, exact = DEVICES["H100"], METHODS["exact"]
     terms = exact(Step(device, 512, 151_936, 896))
-    assert terms["CPU behind"] > 1 and 2.1 < sum(terms.values()) - terms["waits"] < 2.5
+    assert terms["CPU behind"] > 0.2 and 1.3 < sum(terms.values()) - terms["waits"] < 1.7
     assert exact(Step(device, 16_384, 151_936, 896))["CPU behind"] == 0
 
 

@@ -58,7 +58,7 @@ def test_what_is_wrong_is_seen(name, factor):
 
 
 class Quack:
-    """What quack's GEMM is asked for, computed by torch in parts of the columns."""
+    """Torch computes what quack's GEMM is asked for, in parts of the columns."""
 
     def gemm(self, hidden, weight, exps, *, epi_args, tile_M, tile_N, **_):
         anchor, target = epi_args["anchor"][0], epi_args["target"]
