@@ -44,7 +44,7 @@ bench: .venv/installed ## time and memory beside eager, TRL and Liger [ARGS="-k 
 
 # The whole vocabulary, as errors grow with it, over fewer tokens and a narrower head. Only this
 # library's contenders can fail. The last two are torch's own functions for older processors.
-bench-once: .venv/installed ## every workload of bench once, untimed, as three processors compute
+bench-once: .venv/installed ## every workload of bench once, untimed, small, with torch's functions for three processors
 	@for isa in "" avx2 default; do echo "torch's functions: $${isa:-of this processor}"; \
 	  env $${isa:+ATEN_CPU_CAPABILITY=$$isa} OMP_NUM_THREADS=1 $(RUN) -m pytest benchmarks -q $(PARALLEL) \
 	  --benchmark-disable -k ours --shape 256,49152,64 $(ARGS) || exit; done

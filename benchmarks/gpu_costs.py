@@ -52,7 +52,7 @@ COPY_SPEED, SCATTERED = LIKELY.copy_speed, 0.6  # gathers and scatters of whole 
 WAIT_MS = 0.3  # the GPU idles until the CPU, which waited for it, launches again
 # Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`).
 INSTRUCTIONS = {
-    "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 20, "divergences": 38,
+    "one sweep": 9.8, "token_stats": 8.9, "logit_grads": 10.3, "pair_stats": 20, "divergences": 38,
     "pair_grads": 28,
 }  # fmt: skip
 

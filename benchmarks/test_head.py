@@ -14,6 +14,7 @@ median time over that; the errors and their limit; tokens and contender.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -91,7 +92,10 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     w = make(request.param, shape, device).to(torch.bfloat16 if cuda else torch.float32)
     with stored(w) as path, fresh_process() as process:
         group = Group(w, path, device, process)
-        if not request.config.getoption("benchmark_disable"):
+        # pytest-xdist turns times off, too.
+        if not (
+            request.config.getoption("benchmark_disable") or "PYTEST_XDIST_WORKER" in os.environ
+        ):
             group.measure(w)
         del w  # frees a GPU's memory
         yield group

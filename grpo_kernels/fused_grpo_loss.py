@@ -21,7 +21,7 @@ float16 they are computed and stored `scale` times as large, a power of two.
 A reference has its log-probs taken before, or with an exact KL a strip of logits beside the
 policy's (`head/two_heads.py`).
 
-For other objectives the log-probs are taken first, by the two passes and four GEMMs of
+For other objectives the log-probs are taken first, by the two passes of
 `linear_logprobs`, and the loss over them is differentiated.
 """
 

@@ -1,6 +1,6 @@
 """Per-token log-probs and entropy of a linear head, differentiable, for any loss of the caller's.
 
-Two passes over the same rows, four GEMMs. The forward computes each chunk of logits once and
+Two passes over the same rows, three or four GEMMs. The forward computes each chunk of logits once and
 keeps three numbers per row; the backward, which only then knows the gradient of every log-prob,
 computes the logits again for the rows that have one:
 

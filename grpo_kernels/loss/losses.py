@@ -55,7 +55,7 @@ class Loss:
         aggregation: the average over the tokens' losses where the config names none.
         fixed_aggregation: True if the config may not name another.
         token_local: True if the gradient of a token's log-prob follows from that token alone. One
-            pass (three GEMMs) is then enough; otherwise there are two (four GEMMs).
+            pass (three GEMMs) is then enough; otherwise there are two (three or four).
         gradient_needs_advantage: True if tokens of advantage 0 have no gradient, so that they may
             be left out. With `needs_sequences`, if sequences whose advantages are all 0 have none.
         entropy_gradient: True if the loss has a gradient by the entropy. A token-local loss has to
