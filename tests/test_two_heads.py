@@ -165,6 +165,30 @@ EXTREMES = {
 
 
 @every_backend
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize(("offset", "apart"), ((1000.0, 2.0), (0.0, 1e-3)), ids=("large", "close"))
+def test_neither_large_logits_nor_close_models_cost_digits(offset, apart, kind, backend):
+    """Neither p and q, nor a sum of terms that nearly cancel, lose more than a float32 holds."""
+    g = torch.Generator().manual_seed(0)
+    z, noise = (torch.randn(6, 300, generator=g) * 2 for _ in range(2))
+    teacher, eye = z + offset + apart * noise, torch.eye(300)
+    leaves = [(z + offset).requires_grad_() for _ in range(2)]
+    leaves[1] = leaves[1].detach().double().requires_grad_()
+    how = {"kind": kind, "beta": 0.3}
+    out = fused_distillation_loss(
+        leaves[0], eye, Reference(teacher, eye), execution=Execution(backend=backend), **how
+    )
+    out.loss.backward()
+    truth = exact.divergence(
+        leaves[1], eye.double(), Reference(teacher.double(), eye.double()), **how
+    )
+    truth.mean().backward()
+    torch.testing.assert_close(out.divergence.double(), truth.detach(), rtol=3e-6, atol=0.0)
+    assert leaves[1].grad.norm() > 0
+    assert relative_error(leaves[0].grad, leaves[1].grad) <= 3e-6
+
+
+@every_backend
 @every_call
 @pytest.mark.parametrize(
     ("case", "kind"), [(case, kind) for case, (_, kinds) in EXTREMES.items() for kind in kinds]

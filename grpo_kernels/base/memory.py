@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -28,27 +29,36 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 # By device: the tensor that was lent last. Calls have nothing else in common.
 _LENT: dict[torch.device, TensorWeakRef] = {}
+_LOCK = Lock()
 
 
 def lend(x: Tensor) -> None:
     """Lends the memory of `x` to the next call on its device, which takes it by `take_back`."""
-    _LENT[x.device] = TensorWeakRef(x)
+    with _LOCK:
+        _free(_LENT.pop(x.device, None))
+        _LENT[x.device] = TensorWeakRef(x)
 
 
 def take_back(device: torch.device) -> None:
     """Frees the memory that was lent last on a device, if it is still there."""
-    lent = _LENT.pop(device, None)
-    x = None if lent is None else lent()
-    if x is not None:
-        x.untyped_storage().resize_(0)
+    with _LOCK:
+        _free(_LENT.pop(device, None))
 
 
 @contextmanager
 def borrowed(x: Tensor) -> Iterator[bool]:
     """True if `x` still has its memory, which no other thread takes within the block."""
-    lent = _LENT.pop(x.device, None)
+    with _LOCK:
+        lent, is_there = _LENT.pop(x.device, None), x.untyped_storage().size() > 0
     try:
-        yield x.untyped_storage().size() > 0
+        yield is_there
     finally:
-        if lent is not None:
-            _LENT.setdefault(x.device, lent)
+        with _LOCK:
+            if lent is not None:
+                _LENT.setdefault(x.device, lent)
+
+
+def _free(lent: TensorWeakRef | None) -> None:
+    x = None if lent is None else lent()
+    if x is not None:
+        x.untyped_storage().resize_(0)

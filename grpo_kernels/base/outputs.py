@@ -31,7 +31,7 @@ class Metrics(Mapping[str, Tensor]):
     A pickle, a copy and a join by `|` are a dict.
 
     Args:
-        values: the metrics, or a function that computes them and is called once.
+        values: the metrics, or a function that computes them.
     """
 
     def __init__(self, values: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]) -> None:
@@ -39,9 +39,10 @@ class Metrics(Mapping[str, Tensor]):
 
     @eager_under_compile
     def _computed(self) -> Mapping[str, Tensor]:
-        if not isinstance(self._values, Mapping):
-            self._values = self._values()
-        return self._values
+        values = self._values  # read once, as another thread may compute them meanwhile
+        if not isinstance(values, Mapping):
+            self._values = values = values()
+        return values
 
     def __getitem__(self, name: str) -> Tensor:
         return self._computed()[name]

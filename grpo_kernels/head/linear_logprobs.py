@@ -1,14 +1,15 @@
 """Per-token log-probs and entropy of a linear head, differentiable, for any loss of the caller's.
 
-Two passes over the same rows, three or four GEMMs. The forward computes each chunk of logits once and
-keeps three numbers per row; the backward, which only then knows the gradient of every log-prob,
+Two passes over the same rows, three or four GEMMs. The forward computes each chunk of logits once
+and keeps three numbers per row; the backward, which only then knows the gradient of every log-prob,
 computes the logits again for the rows that have one:
 
     forward    Z = h W^T;  lse, l, E = token_stats(Z)
     backward   Z = h W^T;  dZ = logit_grads_(Z);  dh = dZ W;  dW += dZ^T h
 
-Rows that are one chunk need three: the forward keeps their exponentials, of which a factor per row
-makes the gradient (`chunked_head.py`), unless another call on the device takes their memory first.
+Rows that are one chunk need three. The forward keeps their exponentials X; X times a factor per row
+is the gradient of the logits (`chunked_head.py`). Another call on the device may take their memory:
+then the backward computes the logits again.
 
     forward    Z = h W^T;  l, S, X = token_stats(Z)
     backward   dh = r o (X W);  dW = X^T (r o h),  r = -g / (T S) for each row
@@ -36,6 +37,7 @@ from ..base.autograd import (
     dtypes_of,
     eager_under_compile,
     float16_scale,
+    graph_is_kept,
     refuse_double_backward,
     scaled,
     scaled_gradient,
@@ -92,9 +94,9 @@ def linear_logprobs(
 
     Returns:
         `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
-        gradients for `hidden` and the tensors of `head`. The backward skips rows whose gradient is
-        0. If `head` is frozen, the backward needs no logits, unless `entropy` or `logsumexp` have a
-        gradient.
+        gradients for `hidden` and the tensors of `head`. Rows whose gradient is 0 cost nothing, if
+        they are more than a third. If `head` is frozen, the backward needs no logits, unless
+        `entropy` or `logsumexp` have a gradient.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
@@ -182,8 +184,11 @@ class _TwoPasses(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:
         *tensors, plan = args
         per_token, stored = _first_pass(tensors, plan)
+        # Not among the saved tensors, which hooks may copy to another device, slower than a GEMM.
+        ctx.kept = None
         if plan.grad_mode == GradMode.KEPT_EXPS:
-            lend(cast(Tensor, stored[0]))
+            ctx.kept, stored = stored, []
+            lend(ctx.kept[0])
         ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *stored)
         ctx.plan, ctx.count = plan, len(tensors)
         ctx.set_materialize_grads(False)
@@ -196,10 +201,11 @@ class _TwoPasses(torch.autograd.Function):
         refuse_double_backward("linear_logprobs")
         saved, needs_grad = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
         tensors, forward_values = saved[: ctx.count], saved[ctx.count :]
-        return (
-            *_second_pass(tensors, ctx.plan, forward_values, StatGrads(*d_stats), needs_grad),
-            None,
+        kept, ctx.kept = ctx.kept, ctx.kept if graph_is_kept() else None
+        gradients = _second_pass(
+            tensors, ctx.plan, forward_values, kept, StatGrads(*d_stats), needs_grad
         )
+        return *gradients, None
 
 
 def _first_pass(tensors: Sequence[Tensor], plan: HeadPlan) -> tuple[list[Tensor], list[Any]]:
@@ -235,12 +241,19 @@ def _second_pass(
     tensors: Sequence[Tensor],
     plan: HeadPlan,
     forward_values: Sequence[Any],
+    kept: Sequence[Tensor] | None,
     d_stats: StatGrads,
     needs_grad: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """Computes the gradients of the terms' tensors from those of the statistics.
 
-    `forward_values`: what `_first_pass` has returned.
+    Args:
+        tensors: of the terms.
+        plan: of the forward.
+        forward_values: statistics and gradients that `_first_pass` has returned.
+        kept: exponentials and their sums, which it may return in place of gradients.
+        d_stats: the gradients of the statistics.
+        needs_grad: for each of `tensors`, whether it gets one.
     """
     size = plan.stats.size()
     stats = plan.stats.of(forward_values[:size], entropy=plan.entropy)
@@ -253,24 +266,23 @@ def _second_pass(
     if plan.tokens is not None:
         # Masked rows came back as the constant 0, whatever gradient their value is given.
         needed &= plan.tokens
-    has_exps = plan.grad_mode == GradMode.KEPT_EXPS
-    if stored and only_logps and not has_exps:
+    if stored and only_logps:
         assert d_stats.logps is not None
         return [_scaled_rows(u, d_stats.logps, needed) for u in stored]
     dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
     scale = float16_scale(dtypes, partial(_largest, d_stats, needed))
     d_stats = d_stats.each(partial(scaled, scale=scale))
-    checks, spoilt = ValueChecks(), None
+    checks, not_finite = ValueChecks(), None
     gradients: list[Tensor | SplitSum | None] | None = None
-    if has_exps and only_logps:
-        # Rows without a gradient whose NaN would reach the weight's.
-        spoilt = checks.ask((~(needed | stats.logsumexp.isfinite())).sum())
+    if kept is not None and only_logps:
+        # Kept rows without a gradient are multiplied, too: NaN would reach the weight's gradient.
+        not_finite = checks.ask((~(needed | stats.logsumexp.isfinite())).sum())
     second = plan.second(needed, tensors[1], checks)
-    # Two GEMMs of all rows, or three of those with a gradient.
+    # Either two GEMMs over all rows, or three over those with a gradient.
     is_less = 2 * plan.rows.num_rows <= 3 * second.rows.num_rows
     with torch.autocast(needed.device.type, enabled=False):
-        if spoilt is not None and is_less and spoilt.numbers == [0]:
-            gradients = _from_kept(tensors, stored, stats, d_stats, needs_grad, plan)
+        if kept is not None and not_finite is not None and is_less and not_finite.numbers == [0]:
+            gradients = _from_kept(tensors, kept, stats, d_stats, needs_grad, plan)
         if gradients is None:
             gradients = second.run(partial(_gradients, tensors, stats, d_stats, needs_grad))
     unscale = None if scale is None else 1 / scale

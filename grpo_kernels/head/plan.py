@@ -160,10 +160,11 @@ class HeadPlan:
             # outside of torch's cache.
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            # Fewer than all rows at a time keep nothing.
-            mode = plan.grad_mode
-            mode = GradMode.RECOMPUTE if mode == GradMode.KEPT_EXPS else mode
-            plan = replace(plan, rows=plan.rows.halved(least), grad_mode=mode)
+            rows, mode = plan.rows.halved(least), plan.grad_mode
+            if mode == GradMode.KEPT_EXPS:
+                # Rows that are several chunks keep nothing, and need no memory for it.
+                rows, mode = replace(rows, row_bytes=(rows.row_bytes[0], 0)), GradMode.RECOMPUTE
+            plan = replace(plan, rows=rows, grad_mode=mode)
         if plan is not self:
             rows = plan.rows
             warnings.warn(

@@ -40,9 +40,9 @@ class PairStats:
         peak: the policy's largest logit.
         ref_at_peak: the reference's logit there.
         ref_peak: the reference's largest logit.
-        anchor: number that Triton's kernels subtract from the policy's logits, before the
-            temperature.
-        ref_anchor: number that they subtract from the reference's.
+        anchor: number that is subtracted from the policy's logits: by Triton's kernels before the
+            temperature, by torch after it; 0 on several ranks.
+        ref_anchor: number that is subtracted from the reference's.
         log_total: log2 of the sum of the policy's exponentials, of logits less the anchor.
     """
 

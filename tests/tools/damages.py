@@ -65,7 +65,7 @@ head/row_plan.py: test_plan
 head/plan.py: test_head_memory
     HeadPlan.run: fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error) -> True
 head/linear_logprobs.py: test_linear_logprobs
-    _second_pass: and spoilt.numbers == [0] ->
+    _second_pass: and not_finite.numbers == [0] ->
 head/plan.py: test_support
     plan_head: without_set if spec.mask is None else spec.mask & without_set -> spec.mask
 fused_grpo_loss.py: test_fused_grpo_loss
