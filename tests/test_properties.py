@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("hypothesis")
-from hypothesis import assume, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from grpo_kernels import Execution
