@@ -58,7 +58,7 @@ def on_ranks(module, z, t, kind):
     divergence = DIVERGENCES[kind](0.3)
     module.pair_stats(z, t, targets, NONE, NONE, stats)
     stats.shift.copy_(stats.logsumexp - stats.ref_logsumexp)
-    stats.set_zero_anchors()
+    module.set_anchors(stats)
     module.divergences(z, t, NONE, NONE, stats, divergence=divergence)
     rest = stats, None, torch.ones(len(z)), out
     module.pair_grads_(out, t, targets, NONE, NONE, *rest, divergence=divergence)

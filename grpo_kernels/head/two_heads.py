@@ -73,7 +73,7 @@ class DivergenceReadout(TargetReadout):
         for row, x in zip(stats, merged, strict=False):
             if x is not None:
                 row.copy_(x)
-        stats.set_zero_anchors()
+        self.pairs.set_anchors(stats)
 
     def finish(self) -> PairStats:  # type: ignore[override]
         return self.stats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +40,7 @@ class PairStats:
         ref_at_peak: the reference's logit there.
         ref_peak: the reference's largest logit.
         anchor: number that is subtracted from the policy's logits: by Triton's kernels before the
-            temperature, by torch after it; 0 on several ranks.
+            temperature (0 on several ranks), by torch after it.
         ref_anchor: number that is subtracted from the reference's.
         log_total: log2 of the sum of the policy's exponentials, of logits less the anchor.
     """
@@ -81,12 +80,6 @@ class PairStats:
     def reference_stats(self) -> TokenStats:
         """The reference's alone."""
         return TokenStats(self.ref_logps, self.ref_logsumexp, self.ref_entropy)
-
-    def set_zero_anchors(self) -> None:
-        """Sets what is relative to the anchors, of statistics that were computed without them."""
-        self.anchor.zero_()
-        self.ref_anchor.zero_()
-        torch.mul(self.logsumexp, 1 / math.log(2), out=self.log_total)
 
     def at(self, rows: Tensor | slice) -> PairStats:
         """The values of some rows."""

@@ -73,6 +73,13 @@ def pair_stats(
         stat.copy_(value)
 
 
+def set_anchors(stats: PairStats) -> None:
+    """Sets what is relative to the anchors, of statistics that were merged from several ranks'."""
+    stats.anchor.copy_(stats.peak)
+    stats.ref_anchor.copy_(stats.ref_peak)
+    stats.log_total.copy_((widened(stats.logsumexp) - stats.peak) * (1 / math.log(2)))
+
+
 def _set_softmax(
     stats: TokenStats, logits: Tensor, targets: Tensor, transform: LogitTransform, peak: Tensor
 ) -> Tensor:

@@ -11,6 +11,7 @@ of e^x, of e^x x, and the largest x: logits less the row's anchor, to base 2.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import triton
@@ -394,6 +395,13 @@ def pair_stats(
                 INVARIANT=invariant,
                 **block_of(launch, V),
             )  # fmt: skip
+
+
+def set_anchors(stats: PairStats) -> None:
+    """Sets what is relative to the anchors, 0 for statistics that were merged from ranks'."""
+    stats.anchor.zero_()
+    stats.ref_anchor.zero_()
+    stats.log_total.copy_(stats.logsumexp * (1 / math.log(2)))
 
 
 def divergences(
