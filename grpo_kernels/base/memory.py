@@ -60,5 +60,6 @@ def borrowed(x: Tensor) -> Iterator[bool]:
 
 def _free(lent: TensorWeakRef | None) -> None:
     x = None if lent is None else lent()
-    if x is not None:
+    # Memory that is not the allocator's cannot be given back to it.
+    if x is not None and x.untyped_storage().resizable():
         x.untyped_storage().resize_(0)
