@@ -113,7 +113,9 @@ class Memory:
             out[at] = taken
             if 1 < region.unit <= width:
                 poison = taken.view(unsigned(8 * region.unit)) == POISON[region.unit]
-                fresh = poison.any(1)
+                # All of a value: half of a float32 may have these bits, in a buffer of halves.
+                parts = len(taken), count, width // region.unit
+                fresh = poison.reshape(parts).all(2).any(1)
                 if fresh.any():
                     text = f"{region.name}, element {int(offsets[fresh][0]) // region.unit}"
                     self.report("uninitialised", i, ids[at][fresh], text)
