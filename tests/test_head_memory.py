@@ -19,6 +19,8 @@ from grpo_kernels import (
     linear_logprobs,
 )
 from grpo_kernels.base.memory import ran_out_of_memory
+from grpo_kernels.head import call as head_call
+from grpo_kernels.head import chunked_head
 from grpo_kernels.head.chunked_head import ChunkLogits
 from tests.helpers.batches import config, make_batch, run_fused
 from tests.helpers.head_options import watch_products
@@ -82,6 +84,21 @@ def test_the_result_is_that_with_memory(name, batch, monkeypatch):
     assert all(re.match(SAID, str(x.message)) for x in caught)
     for expected, actual in zip(*results, strict=True):
         assert (actual - expected).norm() <= 2e-5 * expected.norm() > 0
+
+
+def test_fewer_rows_than_all_need_no_memory_to_keep(batch, monkeypatch):
+    """A retry keeps no exponentials for the backward, and has no buffer for them."""
+    monkeypatch.setattr(head_call, "_gemm_dtype", lambda *_: torch.bfloat16)
+    watch_products(monkeypatch, LittleMemory())
+    make, buffers = chunked_head.new_buffers, []
+    monkeypatch.setattr(
+        chunked_head, "new_buffers", lambda *args: buffers.append(args[2]) or make(*args)
+    )
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden.nan_to_num(), batch.weight)]
+    with pytest.warns(UserWarning, match="memory ran out in the LM head"):
+        linear_logprobs(*leaves, batch.targets, batch.mask)
+    (_, (first, _)), (_, (last, _)) = buffers[0], buffers[-1]
+    assert first > 0 == last
 
 
 def test_the_warning_says_where_to_begin(batch, monkeypatch):

@@ -151,12 +151,23 @@ def test_kept_exponentials_are_held_once(monkeypatch):
     call = partial(linear_logprobs, batch.hidden, weight, batch.targets, batch.mask)
     losses = [call().logps.sum() for _ in range(2)]
     assert [x().untyped_storage().size() > 0 for x in kept] == [False, True]
+    with torch.no_grad():  # keeps none of its own
+        call()
+    assert [x().untyped_storage().size() > 0 for x in kept] == [False, False]
     sum(losses).backward()
     # After the backward nothing holds them, though the loss is still there.
     assert [x() for x in kept] == [None, None]
     first, weight.grad = weight.grad, None
     call().logps.sum().backward()
     assert relative_error(first, 2 * weight.grad) <= 1e-6 and weight.grad.norm() > 0
+
+
+def test_what_is_lent_twice_is_held_once():
+    """Another thread may lend between a call's begin and its own loan."""
+    lent = [torch.zeros(8) for _ in range(2)]
+    for x in lent:
+        lend(x)
+    assert [x.untyped_storage().size() for x in lent] == [0, 32]
 
 
 def test_threads_do_not_take_what_another_one_reads():
