@@ -110,5 +110,5 @@ def strip_rows(chunk_bytes: int, row_bytes: int, least: int, sms: int) -> int:
     # Whole waves of the sweep's programs: a part of one would leave most of the GPU idle.
     wave = SWEPT_ROWS_PER_SM * sms
     # A GEMM of 128 rows takes as long to read the weight as to multiply.
-    two = 2 * least if 5 * least * row_bytes < chunk_bytes else least
-    return max((rows // wave * wave or rows) // least * least, two)
+    fewest = 2 * least if 5 * least * row_bytes < chunk_bytes else least
+    return max((rows // wave * wave or rows) // least * least, fewest)

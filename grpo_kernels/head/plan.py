@@ -68,8 +68,8 @@ class GradMode(IntEnum):
             return GradMode.RECOMPUTE
         if one_pass or not any(needs_grad[1::2]):
             return GradMode.FROM_EXPS if has_factors else GradMode.FROM_LOGITS
-        # If batch-invariant, bits would depend on whether the rows are one chunk; of ranks each
-        # would have to find the same memory.
+        # If batch-invariant, bits would depend on whether the rows are one chunk; ranks would have
+        # to agree on whose memory is still there.
         may_keep = has_factors and not spec.execution.batch_invariant and call.head.ranks is None
         return GradMode.KEPT_EXPS if may_keep and not shows_entropy else GradMode.RECOMPUTE
 

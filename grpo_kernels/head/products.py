@@ -104,7 +104,7 @@ def pad_rows(x: Tensor, count: int) -> Tensor:
 def new_buffers(
     like: Tensor, V: int, sizes: Sequence[tuple[int, torch.dtype]], budget: int = 0
 ) -> list[Tensor]:
-    """Empty buffers `[rows, V]` of these dtypes in one block of memory, which any of them holds.
+    """Empty buffers `[rows, V]` of these dtypes in one block of memory, which lives as long as any.
 
     On a GPU rows begin where vectors do, whatever V is, and the block has a size that calls of the
     same budget share.
@@ -172,9 +172,9 @@ class Gradients:
 class WeightGrad:
     """The gradient of a y `[V, K]`: products that are added up in float32, and rounded at the end.
 
-    The sum for a bf16 y has two parts, each as large as y (`SplitSum`). So the large tensors of a
-    call, but for the block of its buffers, all have the size of the weight, whether one product is
-    the whole gradient or several are: a GPU's allocator uses the memory of one for another.
+    The sum for a bf16 y has two parts, each as large as y (`SplitSum`). So a call's large tensors
+    have one size, that of the weight, apart from the block of its buffers. A GPU's allocator then
+    uses the memory of one for another, whether a call has one product or several.
 
     Args:
         y: the tensor that has the gradient.

@@ -33,7 +33,7 @@ class RowPlan:
     Args:
         max_chunk_rows: rows whose gradients are multiplied at a time.
         max_logit_rows: rows whose logits are held at a time: a chunk, or a strip of one.
-        num_tokens: all rows of the call, masked or not. RowBytes are sized by it: sizes that change
+        num_tokens: all rows of the call, masked or not. Buffers are sized by it: sizes that change
             with the mask fragment the memory of a GPU.
         row_bytes: of a row's logits, and of their gradient if it has memory of its own.
         budget: bytes of one model's buffers at their full size; 0: two models share them.

@@ -6,6 +6,10 @@ The formulas are those of `loss/losses.py` and `loss/objective.py`, with their d
     dl_i = w_i (s_i dx_i/dl_i + beta dKL_i/dl_i),    dE_i = -entropy_coef / count
 
 Weights w, scales s and all bounds come in as tensors and numbers.
+
+Numerics: a ratio ends at e^80; e^d - 1 - d of k3 is a series near 0; minima keep NaN; the sum does
+not depend on the order in which programs run. Cost: one launch; a token takes 4 bytes read of each
+tensor, 4 written for each gradient, and a program 4 for its part of the sum.
 """
 
 from __future__ import annotations

@@ -34,10 +34,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..base.layout import selected
 from ..base.sequences import Sequences, masked_quantile
 from .config import TOKEN_MEANS, GRPOLossConfig
 from .losses import Loss, is_own, per_token_values
-from .tokens import MAX_LOG_RATIO, Tokens, binary_kl, bounded_exp, select, total_variation
+from .tokens import MAX_LOG_RATIO, Tokens, binary_kl, bounded_exp, total_variation
 
 _KL_LOG_RATIO = 20.0
 
@@ -109,7 +110,7 @@ def entropy_in_bonus(tokens: Tokens, chosen: Tensor | None) -> tuple[Tensor, Ten
     assert tokens.entropy is not None
     if chosen is None:
         return tokens.entropy, tokens.count.clamp(min=1)
-    return select(chosen, tokens.entropy), chosen.sum().clamp(min=1)
+    return selected(chosen != 0, tokens.entropy, 0.0), chosen.sum().clamp(min=1)
 
 
 def tokens_of(

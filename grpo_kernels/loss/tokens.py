@@ -150,8 +150,3 @@ def binary_kl(q_logps: Tensor, p_logps: Tensor) -> Tensor:
     )
     own = q_logps.exp() * (q_logps - p_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return own + q_rest.exp() * (q_rest - p_rest)
-
-
-def select(mask: Tensor, x: Tensor) -> Tensor:
-    """`x` where the mask is not 0, and 0 elsewhere."""
-    return torch.where(mask != 0, x, torch.zeros_like(x))
