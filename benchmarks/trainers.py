@@ -82,8 +82,8 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from grpo_kernels.training.rewards import resolve_rewards
-    from grpo_kernels.training.run import place_of
+    from grpo_kernels.training.problems.rewards import resolve_rewards
+    from grpo_kernels.training.run.run import place_of
 
     rows: list[dict[str, float]] = []
 

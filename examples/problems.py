@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_kernels.training import Problem, TrainingConfig, problem_of
-from grpo_kernels.training.answers import extract_answer
-from grpo_kernels.training.rewards import TAGS, as_text
+from grpo_kernels.training.problems.answers import extract_answer
+from grpo_kernels.training.problems.rewards import TAGS, as_text
 
 ADDITION = "Question: What is 31 + 45?\n<answer>76</answer>\n\nQuestion: What is {} + {}?\n"
 

@@ -21,7 +21,7 @@ from typing import Any
 from demo_model import MODEL, resolved
 
 from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_problems, parse_config
-from grpo_kernels.training.rewards import check_rewards, resolve_rewards
+from grpo_kernels.training.problems.rewards import check_rewards, resolve_rewards
 
 # For a model of 135M parameters on two CPU cores (docs/training.md).
 SMALL: dict[str, Any] = dict(

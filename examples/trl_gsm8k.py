@@ -28,7 +28,8 @@ from trl import (
 )
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
-from grpo_kernels.training import TrainingConfig, load_problems, rewards
+from grpo_kernels.training import TrainingConfig, load_problems
+from grpo_kernels.training.problems import rewards
 
 
 @dataclass

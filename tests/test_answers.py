@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import pytest
 
-from grpo_kernels.training import answers, expressions
-from grpo_kernels.training.expressions import MathVerify
+from grpo_kernels.training.problems import answers, expressions
+from grpo_kernels.training.problems.expressions import MathVerify
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from grpo_kernels.kernels import divergences, triton_divergences
 from grpo_kernels.kernels.divergences import Divergence, log_mixture, to_mixture_
 from grpo_kernels.kernels.triton_common import expm1
 from grpo_kernels.kernels.triton_divergences import kl_addend, to_mixture
-from grpo_kernels.training.rollout import Completion
+from grpo_kernels.training.sampling.rollout import Completion
 from tests.helpers.batches import relative_error
 from tests.helpers.ranks import ROOT
 from tests.helpers.trainer_runs import config_of, rows_of, trainer_of

@@ -17,9 +17,16 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from examples import problems
-from grpo_kernels.training import TrainingConfig, answers, data, load_problems, report, rewards
-from grpo_kernels.training.prompts import EXAMPLE, PromptEncoder, build_prompt, short_enough
-from grpo_kernels.training.run import place_of
+from grpo_kernels.training import TrainingConfig, load_problems
+from grpo_kernels.training.problems import answers, data, rewards
+from grpo_kernels.training.problems.prompts import (
+    EXAMPLE,
+    PromptEncoder,
+    build_prompt,
+    short_enough,
+)
+from grpo_kernels.training.run import report
+from grpo_kernels.training.run.run import place_of
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
 

@@ -18,9 +18,9 @@ from grpo_kernels.integrations.hf_head import check_logits
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from grpo_kernels.integrations.vllm import names_and_weights
-from grpo_kernels.training import samples
-from grpo_kernels.training.policy import Batch
-from grpo_kernels.training.rewards import weighted_sum
+from grpo_kernels.training.problems.rewards import weighted_sum
+from grpo_kernels.training.step import samples
+from grpo_kernels.training.step.policy import Batch
 from tests.helpers.batches import OBJECTIVES, config, make_batch, packed, with_cross_entropy
 from tests.helpers.head_options import BACKENDS
 from tests.helpers.supports import csr, make_support

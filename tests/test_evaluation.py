@@ -6,10 +6,11 @@ import math
 import numpy
 import pytest
 
-from grpo_kernels.training import TrainingConfig, evaluate, logs
+from grpo_kernels.training import TrainingConfig, evaluate
 from grpo_kernels.training.evaluate import accuracy_of, wilson_interval
-from grpo_kernels.training.observers import Observer
-from grpo_kernels.training.watch import WINDOW, Watch
+from grpo_kernels.training.run import logs
+from grpo_kernels.training.run.observers import Observer
+from grpo_kernels.training.run.watch import WINDOW, Watch
 from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import rows_of, trainer_with
 

@@ -17,11 +17,13 @@ from accelerate import Accelerator
 from tokenizers import normalizers
 
 from grpo_kernels.head.lm_head import Support
-from grpo_kernels.training import Completion, checkpoint, load_model, logs, samples
-from grpo_kernels.training.interruptions import BadUpdates, Preempted, StepError
+from grpo_kernels.training import Completion, load_model
 from grpo_kernels.training.loading import set_trainable
-from grpo_kernels.training.rewards import RewardError, RewardFunction, reward_table
-from grpo_kernels.training.rollout import RolloutError
+from grpo_kernels.training.problems.rewards import RewardError, RewardFunction, reward_table
+from grpo_kernels.training.run import checkpoint, logs
+from grpo_kernels.training.run.interruptions import BadUpdates, Preempted, StepError
+from grpo_kernels.training.sampling.rollout import RolloutError
+from grpo_kernels.training.step import samples
 from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import (
     STEPS,

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from grpo_kernels.training import checkpoint
-from grpo_kernels.training.interruptions import RESUME, Preempted
+from grpo_kernels.training.run import checkpoint
+from grpo_kernels.training.run.interruptions import RESUME, Preempted
 from tests.helpers.trainer_runs import (
     STEPS,
     assert_same_rows,

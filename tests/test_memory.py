@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from grpo_kernels.training import TrainingConfig, memory, parse_config
-from grpo_kernels.training.policy import Batch, Policy
+from grpo_kernels.training.step.policy import Batch, Policy
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_model
 

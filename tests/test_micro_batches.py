@@ -11,7 +11,7 @@ from grpo_kernels import GRPOLossConfig, grpo_loss, reference
 from grpo_kernels.integrations.hf_head import head_of
 from grpo_kernels.loss.config import AGGREGATIONS
 from grpo_kernels.training import load_model
-from grpo_kernels.training.micro_batches import (
+from grpo_kernels.training.step.micro_batches import (
     Size,
     config_of_part,
     equal_parts,
@@ -19,7 +19,7 @@ from grpo_kernels.training.micro_batches import (
     pad_plan,
     plan_micro_batches,
 )
-from grpo_kernels.training.policy import Batch, positions
+from grpo_kernels.training.step.policy import Batch, positions
 from tests.helpers.trainer_runs import FakeRollout, assert_same_grads, first_samples
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.training.policy import Batch, Cached, Policy
-from grpo_kernels.training.rollout import (
+from grpo_kernels.training.sampling.rollout import (
     GenerateRollout,
     SamplingParams,
     cut_completion,
     end_tokens,
 )
+from grpo_kernels.training.step.policy import Batch, Cached, Policy
 from tests.helpers.tiny_models import FAMILIES, make_model, make_tokenizer
 from tests.helpers.trainer_runs import assert_same_grads
 

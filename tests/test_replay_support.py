@@ -15,8 +15,8 @@ from grpo_kernels import GRPOLossConfig, LMHead, fused_grpo_loss, linear_logprob
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from grpo_kernels.training import Completion
-from grpo_kernels.training.policy import Policy
-from grpo_kernels.training.rollout import GenerateRollout, SamplingParams
+from grpo_kernels.training.sampling.rollout import GenerateRollout, SamplingParams
+from grpo_kernels.training.step.policy import Policy
 from tests.helpers.batches import make_batch
 from tests.helpers.supports import make_support
 from tests.helpers.tiny_models import V, make_model, make_tokenizer

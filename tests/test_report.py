@@ -5,8 +5,9 @@ import subprocess
 
 import pytest
 
-from grpo_kernels.training import TrainingConfig, logs, report
-from grpo_kernels.training.observers import line_of, sample_table
+from grpo_kernels.training import TrainingConfig
+from grpo_kernels.training.run import logs, report
+from grpo_kernels.training.run.observers import line_of, sample_table
 
 
 def rows_of(*rewards):

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from examples import gsm8k_from_scratch, problems
-from grpo_kernels.training import Trainer, parse_config, rewards
-from grpo_kernels.training.rewards import RewardFunction, check_rewards, reward_table
+from grpo_kernels.training import Trainer, parse_config
+from grpo_kernels.training.problems import rewards
+from grpo_kernels.training.problems.rewards import RewardFunction, check_rewards, reward_table
 from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import FakeRollout, config_of
 

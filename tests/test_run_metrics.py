@@ -10,8 +10,9 @@ import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss
 from grpo_kernels.loss.losses import Loss
-from grpo_kernels.training import Metric, report
-from grpo_kernels.training.metrics import Metrics, peak_memory
+from grpo_kernels.training import Metric
+from grpo_kernels.training.run import report
+from grpo_kernels.training.run.metrics import Metrics, peak_memory
 from tests.helpers.trainer_runs import noise, rows_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")

@@ -7,7 +7,7 @@ import torch
 
 from grpo_kernels import check_sampler, linear_logprobs
 from grpo_kernels.head.lm_head import LMHead
-from grpo_kernels.training.rollout import GenerateRollout
+from grpo_kernels.training.sampling.rollout import GenerateRollout
 from tests.helpers.batches import make_batch
 from tests.helpers.tiny_models import make_tokenizer
 

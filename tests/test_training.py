@@ -9,14 +9,10 @@ from accelerate import tracking
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from grpo_kernels.loss.losses import Sapo
-from grpo_kernels.training import (
-    Completion,
-    checkpoint,
-    evaluate,
-    load_model,
-    prompts,
-)
-from grpo_kernels.training.observers import Observer
+from grpo_kernels.training import Completion, evaluate, load_model
+from grpo_kernels.training.problems import prompts
+from grpo_kernels.training.run import checkpoint
+from grpo_kernels.training.run.observers import Observer
 from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import (
     FakeRollout,

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.training import TrainingConfig, command_line, parse_config, ranks
+from grpo_kernels.training import TrainingConfig, command_line, parse_config
 from grpo_kernels.training import __main__ as training_command
 from grpo_kernels.training.config import DEFAULTS, DTYPES, split_revision
 from grpo_kernels.training.loading import check_host, check_rollout
-from grpo_kernels.training.ranks import make_accelerator
+from grpo_kernels.training.run import ranks
+from grpo_kernels.training.run.ranks import make_accelerator
 from tests.helpers import trainer_runs
 from tests.helpers.fake_vllm import install
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from examples import tool_use
-from grpo_kernels.training import Completion, SamplingParams, load_model, logs
+from grpo_kernels.training import Completion, SamplingParams, load_model
+from grpo_kernels.training.run import logs
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import FakeRollout, config_of, rows_of, trainer_of, weights_of

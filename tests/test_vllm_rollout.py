@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.training import load_model
-from grpo_kernels.training.rollout import RolloutError, SamplingParams
-from grpo_kernels.training.vllm_rollout import VLLMRollout, engine_options
+from grpo_kernels.training.sampling.rollout import RolloutError, SamplingParams
+from grpo_kernels.training.sampling.vllm_rollout import VLLMRollout, engine_options
 from tests.helpers.fake_vllm import install
 from tests.helpers.trainer_runs import config_of
 from tests.helpers.vllm_runs import vllm_model

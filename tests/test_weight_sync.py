@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from grpo_kernels.training import Completion
-from grpo_kernels.training.checkpoint import latest
-from grpo_kernels.training.rollout import RolloutError
-from grpo_kernels.training.scoring import GAPS, checked_gap
+from grpo_kernels.training.run.checkpoint import latest
+from grpo_kernels.training.sampling.rollout import RolloutError
+from grpo_kernels.training.step.scoring import GAPS, checked_gap
 from tests.helpers.trainer_runs import (
     assert_same_weights,
     config_of,

@@ -8,12 +8,12 @@ warnings.filterwarnings("ignore", "'grpo_kernels.training.* found in sys.modules
 try:
     from .command_line import parse_config
     from .config import TrainingConfig
-    from .data import Problem, problem_of
-    from .data import load as load_problems
     from .loading import load_model
-    from .metrics import Metric
-    from .rollout import Completion, Rollout, SamplingParams
-    from .samples import Samples
+    from .problems.data import Problem, problem_of
+    from .problems.data import load as load_problems
+    from .run.metrics import Metric
+    from .sampling.rollout import Completion, Rollout, SamplingParams
+    from .step.samples import Samples
     from .train import Trainer
 except ModuleNotFoundError as error:
     if str(error.name).startswith("grpo_kernels"):

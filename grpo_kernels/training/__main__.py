@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import Trainer, load_model, load_problems, parse_config
-from .rewards import check_rewards, resolve_rewards
+from .problems.rewards import check_rewards, resolve_rewards
 
 
 def main(argv: Sequence[str] | None = None) -> Path:

@@ -21,13 +21,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm import tqdm
 
-from . import logs, ranks
-from .answers import extract_answer, is_correct
 from .config import DEFAULTS, TrainingConfig
-from .data import Problem
-from .prompts import PromptEncoder, short_enough
-from .rewards import RewardFunction, check_rewards, judge, resolve_rewards, weighted_sum
-from .rollout import Sampler
+from .problems.answers import extract_answer, is_correct
+from .problems.data import Problem
+from .problems.prompts import PromptEncoder, short_enough
+from .problems.rewards import RewardFunction, check_rewards, judge, resolve_rewards, weighted_sum
+from .run import logs, ranks
+from .sampling.rollout import Sampler
 
 # Columns of problems by whose values accuracy is parts apart.
 SUBGROUPS = ("held_out", "level")
@@ -191,11 +191,11 @@ class EvaluationConfig(TrainingConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from . import report
     from .command_line import parse_config
-    from .data import load_to_answer
     from .loading import check_rollout, load_model, make_rollout, set_pad_token
-    from .policy import Policy
+    from .problems.data import load_to_answer
+    from .run import report
+    from .step.policy import Policy
 
     config: TrainingConfig = parse_config(
         argv, kind=EvaluationConfig, output="runs/evaluation", eval_size=0

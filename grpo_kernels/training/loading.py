@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..integrations.hf_head import check_logits
-from . import checkpoint, ranks
 from .config import DTYPES, TrainingConfig, split_revision
-from .data import why_not_downloaded
-from .policy import Policy, without_dropout
-from .rollout import GenerateRollout, Rollout, vocabulary_of
+from .problems.data import why_not_downloaded
+from .run import checkpoint, ranks
+from .sampling.rollout import GenerateRollout, Rollout, vocabulary_of
+from .step.policy import Policy, without_dropout
 
 
 def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
@@ -182,7 +182,7 @@ def make_rollout(
 ) -> Rollout:
     """The rollout that `config.rollout` names."""
     if config.rollout == "vllm":
-        from .vllm_rollout import VLLMRollout
+        from .sampling.vllm_rollout import VLLMRollout
 
         model = accelerator.unwrap_model(policy).model
         return VLLMRollout(config, model, tokenizer, accelerator)

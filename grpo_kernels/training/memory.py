@@ -33,8 +33,8 @@ from ..integrations.private import without_memory
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig, split_revision
 from .loading import explain_missing_model, set_trainable
-from .policy import Batch, Policy, without_values
-from .vllm_rollout import kv_cache_bytes
+from .sampling.vllm_rollout import kv_cache_bytes
+from .step.policy import Batch, Policy, without_values
 
 GIB = 2**30
 

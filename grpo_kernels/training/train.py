@@ -17,24 +17,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base.memory import ran_out_of_memory
 from ..integrations.private import forget_forward
-from . import checkpoint, logs, ranks
-from .answers import is_correct as answer_is_correct
 from .config import TrainingConfig
-from .data import Problem
 from .evaluate import evaluate
-from .explanations import Explanations
-from .interruptions import BadUpdates, OutOfMemory, Preempted, StepError
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
-from .metrics import Clock, step_row
-from .micro_batches import Size, equal_parts
-from .observers import introduction, print_above
-from .prompts import PromptEncoder, short_enough
-from .reference_model import ReferenceModel
-from .rewards import Reward, check_rewards, resolve_rewards
-from .rollout import Rollout, Sampler
-from .run import Run, place_of
-from .samples import Samples, Scores, Update, loss_options, samples_of
-from .scoring import Scorer, checked_gap
+from .problems.answers import is_correct as answer_is_correct
+from .problems.data import Problem
+from .problems.prompts import PromptEncoder, short_enough
+from .problems.rewards import Reward, check_rewards, resolve_rewards
+from .run import checkpoint, logs, ranks
+from .run.interruptions import BadUpdates, OutOfMemory, Preempted, StepError
+from .run.metrics import Clock, step_row
+from .run.observers import introduction, print_above
+from .run.run import Run, place_of
+from .sampling.rollout import Rollout, Sampler
+from .step.explanations import Explanations
+from .step.micro_batches import Size, equal_parts
+from .step.reference_model import ReferenceModel
+from .step.samples import Samples, Scores, Update, loss_options, samples_of
+from .step.scoring import Scorer, checked_gap
 
 _T = TypeVar("_T")
 OnStep = Callable[[dict[str, Any], Samples], object]

@@ -9,16 +9,10 @@ import pytest
 import torch
 
 from grpo_kernels.head.lm_head import Support
-from grpo_kernels.training import (
-    Completion,
-    Trainer,
-    TrainingConfig,
-    load_model,
-    load_problems,
-    report,
-)
-from grpo_kernels.training.micro_batches import equal_parts
-from grpo_kernels.training.samples import samples_of
+from grpo_kernels.training import Completion, Trainer, TrainingConfig, load_model, load_problems
+from grpo_kernels.training.run import report
+from grpo_kernels.training.step.micro_batches import equal_parts
+from grpo_kernels.training.step.samples import samples_of
 from tests.helpers.tiny_models import V
 
 

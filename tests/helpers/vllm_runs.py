@@ -3,8 +3,8 @@
 import torch
 from accelerate import Accelerator
 
-from grpo_kernels.training.rollout import SamplingParams
-from grpo_kernels.training.vllm_rollout import VLLMRollout
+from grpo_kernels.training.sampling.rollout import SamplingParams
+from grpo_kernels.training.sampling.vllm_rollout import VLLMRollout
 from tests.helpers.model_families import family_model
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import config_of

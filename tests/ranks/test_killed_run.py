@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from grpo_kernels.training import checkpoint
+from grpo_kernels.training.run import checkpoint
 from tests.helpers import faulty_runs
 from tests.helpers.trainer_runs import rows_of
 

@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 
-from grpo_kernels.training import Metric, evaluate, logs
-from grpo_kernels.training.answers import is_correct
+from grpo_kernels.training import Metric, evaluate
+from grpo_kernels.training.problems.answers import is_correct
+from grpo_kernels.training.run import logs
 from tests.helpers.ranks import JOB_S, ROOT
 from tests.helpers.trainer_runs import (
     assert_same_rows,

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from examples.gsm8k_from_scratch import correctness
 from examples.problems import addition
-from grpo_kernels.training import answers, checkpoint, command_line, logs, report, rewards
+from grpo_kernels.training import command_line
 from grpo_kernels.training.config import TrainingConfig
+from grpo_kernels.training.problems import answers, rewards
+from grpo_kernels.training.run import checkpoint, logs, report
 
 # What asks for something, or changes the page, where it is taken for more than text.
 HOSTILE = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from grpo_kernels.training.interruptions import RESUME
+from grpo_kernels.training.run.interruptions import RESUME
 from tests.helpers.killed_runs import NEVER, count, launch
 from tests.helpers.ranks import ROOT, Ranks
 from tests.helpers.trainer_runs import no_curves, rows_of, trainer_of, untimed

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from grpo_kernels.training import load_model
-from grpo_kernels.training.rollout import RolloutError, SamplingParams
-from grpo_kernels.training.vllm_rollout import TESTED
+from grpo_kernels.training.sampling.rollout import RolloutError, SamplingParams
+from grpo_kernels.training.sampling.vllm_rollout import TESTED
 from tests.helpers.vllm_runs import PROMPT, gap, prompts, rollout_of, vllm_config, vllm_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")

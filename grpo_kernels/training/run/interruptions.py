@@ -13,7 +13,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..base.memory import ran_out_of_memory
+from ...base.memory import ran_out_of_memory
 from . import ranks
 
 # The exit status of a run that was asked to stop, and goes on with --resume (EX_TEMPFAIL).

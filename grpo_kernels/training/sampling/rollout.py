@@ -15,17 +15,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..base.layout import to_device
-from ..base.memory import ran_out_of_memory
-from ..head.lm_head import Support
-from ..head.support import check_support
-from ..integrations.generation import StopStrings, SupportRecorder
-from ..integrations.hf_head import evaluating
-from . import ranks
-from .config import TrainingConfig
-from .data import Problem
-from .interruptions import StepError
-from .prompts import PromptEncoder
+from ...base.layout import to_device
+from ...base.memory import ran_out_of_memory
+from ...head.lm_head import Support
+from ...head.support import check_support
+from ...integrations.generation import StopStrings, SupportRecorder
+from ...integrations.hf_head import evaluating
+from ..config import TrainingConfig
+from ..problems.data import Problem
+from ..problems.prompts import PromptEncoder
+from ..run import ranks
+from ..run.interruptions import StepError
 
 
 @dataclass(frozen=True)

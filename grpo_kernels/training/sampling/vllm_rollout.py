@@ -17,11 +17,11 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from ..base.checks import version_numbers
-from ..integrations import vllm as extension
-from ..integrations.generation import support_of
-from . import ranks
-from .config import TrainingConfig, split_revision
+from ...base.checks import version_numbers
+from ...integrations import vllm as extension
+from ...integrations.generation import support_of
+from ..config import TrainingConfig, split_revision
+from ..run import ranks
 from .rollout import Completion, RolloutError, SamplingParams, cut_completion, end_tokens
 
 # Versions that the tests have run with.

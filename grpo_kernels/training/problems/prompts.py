@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .config import TrainingConfig
+from ..config import TrainingConfig
 
 INSTRUCTION = (
     "Work the problem out between <think> and </think>, then give the answer, nothing else, "

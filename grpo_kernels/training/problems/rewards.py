@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ranks
+from ..config import imported
+from ..run import ranks
+from ..run.interruptions import StepError
+from ..sampling.rollout import Completion, Sampler
 from .answers import is_correct
-from .config import imported
 from .data import applies, names_rewards, text_of
 from .expressions import timed_out
-from .interruptions import StepError
-from .rollout import Completion, Sampler
 
 Reward = Callable[..., Sequence[float | None]]
 

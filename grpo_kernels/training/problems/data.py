@@ -12,7 +12,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from .config import TrainingConfig, imported
+from ..config import TrainingConfig, imported
 from .prompts import build_prompt
 
 Problem = Mapping[str, Any]

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import GRPOLossConfig
-from ..base.layout import to_device
-from ..base.outputs import GRPOLossOutput
-from ..fused_grpo_loss import fused_grpo_loss
-from ..head.linear_logprobs import linear_logprobs
-from ..head.lm_head import LMHead, Reference, Support
-from ..integrations.hf_head import base_model, body_of, evaluating, head_of
-from ..integrations.private import keeps_a_state, without_memory
-from .config import TrainingConfig
-from .rollout import end_tokens, pad
+from ... import GRPOLossConfig
+from ...base.layout import to_device
+from ...base.outputs import GRPOLossOutput
+from ...fused_grpo_loss import fused_grpo_loss
+from ...head.linear_logprobs import linear_logprobs
+from ...head.lm_head import LMHead, Reference, Support
+from ...integrations.hf_head import base_model, body_of, evaluating, head_of
+from ...integrations.private import keeps_a_state, without_memory
+from ..config import TrainingConfig
+from ..sampling.rollout import end_tokens, pad
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
 from torch import nn
 
-from .config import DTYPES, TrainingConfig
+from ..config import DTYPES, TrainingConfig
 
 _T = TypeVar("_T")
 # Seconds after which a collective beside vLLM fails by itself.

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import check_sampler
-from ..base.sequences import masked_quantile
-from ..head.lm_head import LOGITS_DTYPES, Reference
-from . import ranks
+from ... import check_sampler
+from ...base.sequences import masked_quantile
+from ...head.lm_head import LOGITS_DTYPES, Reference
+from ..run import ranks
+from ..run.run import Run
+from ..sampling.rollout import RolloutError
 from .micro_batches import Plan, pad_plan, plan_micro_batches
 from .policy import Batch
 from .reference_model import ReferenceModel
-from .rollout import RolloutError
-from .run import Run
 from .samples import Samples, Scores
 
 # By the dtype that sampled, the mean gap to its log-probs that is always explained, and the one

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .config import TrainingConfig
-from .expressions import SECONDS
+from ..config import TrainingConfig
+from ..problems.expressions import SECONDS
 
 # Steps that count as "always", and steps until a warning is repeated.
 WINDOW = 5

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.outputs import GRPOLossOutput
-from ..explain import explain
-from ..explain.steps import ExplainedSteps
-from . import logs
-from .config import TrainingConfig
-from .run import Run
+from ...base.outputs import GRPOLossOutput
+from ...explain import explain
+from ...explain.steps import ExplainedSteps
+from ..config import TrainingConfig
+from ..run import logs
+from ..run.run import Run
 from .samples import Samples, Update, loss_options
 
 

@@ -15,13 +15,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from .. import GRPOLossConfig
-from ..base.sequences import masked_quantile
-from ..loss.metrics import TAKEN, TAKEN_PREFIXES
+from ... import GRPOLossConfig
+from ...base.sequences import masked_quantile
+from ...loss.metrics import TAKEN, TAKEN_PREFIXES
+from ..config import TrainingConfig
+from ..problems.data import Problem
+from ..step.samples import Samples
 from . import ranks
-from .config import TrainingConfig
-from .data import Problem
-from .samples import Samples
 
 if TYPE_CHECKING:
     from .run import Run

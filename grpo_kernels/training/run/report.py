@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from ..config import TrainingConfig
 from . import logs
-from .config import TrainingConfig
 
 Row = Mapping[str, Any]
 # Step and value, or step, value and the ends of its interval.

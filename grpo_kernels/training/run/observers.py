@@ -14,10 +14,10 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from ..config import TrainingConfig
+from ..evaluate import Evaluation
+from ..step.samples import Samples
 from . import logs, report
-from .config import TrainingConfig
-from .evaluate import Evaluation
-from .samples import Samples
 
 # What the terminal shows of a step, if a run has it.
 _LINE = {

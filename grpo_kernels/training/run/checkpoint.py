@@ -21,9 +21,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..config import TrainingConfig
+from ..problems.data import Problem
 from . import ranks
-from .config import TrainingConfig
-from .data import Problem
 
 # Options that may change when a run goes on: how long, how often something is logged or saved, and
 # how the work is cut into pieces.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..loss.config import TOKEN_MEANS, GRPOLossConfig
+from ...loss.config import TOKEN_MEANS, GRPOLossConfig
 
 Plan = list[list[int]]
 

@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from filelock import FileLock, Timeout
 
+from ..config import TrainingConfig
+from ..step.samples import Samples
 from . import checkpoint, logs, ranks
-from .config import TrainingConfig
 from .interruptions import Interruptions, Preempted, StepError
 from .metrics import Metrics
 from .observers import observers_of, print_above
-from .samples import Samples
 from .watch import Watch
 
 

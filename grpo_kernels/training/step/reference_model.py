@@ -11,10 +11,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from .config import TrainingConfig, split_revision
-from .loading import load_reference
+from ..config import TrainingConfig, split_revision
+from ..loading import load_reference
+from ..sampling.rollout import vocabulary_of
 from .policy import Policy
-from .rollout import vocabulary_of
 
 
 class ReferenceModel:

@@ -1,0 +1,1 @@
+"""Problems: rows of a dataset in, prompts and rewards out."""

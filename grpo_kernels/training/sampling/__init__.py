@@ -1,0 +1,1 @@
+"""Sampling: prompts in, checked completions out."""

@@ -1,0 +1,1 @@
+"""A step: judged completions in, gradients out."""
