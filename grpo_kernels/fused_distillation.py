@@ -26,6 +26,7 @@ from .base.autograd import (
     kept_gradients,
     scaled,
 )
+from .base.checks import names_are_answered
 from .base.outputs import DistillationOutput, Metrics
 from .head.call import head_call
 from .head.execution import Execution
@@ -41,6 +42,7 @@ METRICS = ("tokens", "divergence", "entropy", "ref_entropy", "agreement", "diver
 
 
 @eager_under_compile
+@names_are_answered
 def fused_distillation_loss(
     hidden: Tensor,
     head: Tensor | LMHead,

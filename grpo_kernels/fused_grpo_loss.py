@@ -41,6 +41,7 @@ from .base.autograd import (
     kept_gradients,
     scaled,
 )
+from .base.checks import names_are_answered
 from .base.outputs import GRPOLossOutput
 from .head.call import head_call
 from .head.execution import Execution
@@ -58,6 +59,7 @@ from .loss.tokens import Tokens
 
 
 @eager_under_compile
+@names_are_answered
 def fused_grpo_loss(
     hidden: Tensor,
     head: Tensor | LMHead,

@@ -1,7 +1,9 @@
 """The options `GRPOLossConfig` refuses, and its answers about passes and sequences."""
 
+import inspect
 import pickle
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import pytest
 
@@ -29,7 +31,11 @@ CISPO = {"loss_type": "cispo", "epsilon_high": 5.0}
 MASK = {"is_correction": "token_mask"}
 WRONG_VALUES = {
     "loss_type: expected one of grpo, bnpo, .*got 'ppo'": {"loss_type": "ppo"},
-    "is_correction: expected one of none, .*'token'": {"is_correction": "token"},
+    r"loss_type: .*; got 'GRPO': did you mean grpo\?$": {"loss_type": "GRPO"},
+    r"loss_type: .*; got 'dr-grpo': did you mean dr_grpo\?$": {"loss_type": "dr-grpo"},
+    r"loss_type: .*; got 'Dr. GRPO': did you mean dr_grpo\?$": {"loss_type": "Dr. GRPO"},
+    r"kl_estimator: .*; got 'K3\+': did you mean k3\+\?$": {"kl_estimator": "K3+"},
+    "is_correction: expected one of none, .*'token'$": {"is_correction": "token"},
     "aggregation: expected one of": {"aggregation": "mean", "loss_type": "cispo"},
     "dual_clip: expected a number > 1; got 1.0": {"dual_clip": 1.0},
     "kl_clamp: expected a number > 0; got 0.0": {"kl_clamp": 0.0},
@@ -95,6 +101,30 @@ def test_refuses(message):
     )
     with pytest.raises(error, match=f"^{message}"):
         GRPOLossConfig(**options[message])
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    (
+        ("clip_eps", "'clip_eps': set epsilon"),
+        ("kl_coef", "'kl_coef': set beta"),
+        ("epsilon_low", "'epsilon_low': set epsilon"),
+        ("num_iterations", "'num_iterations': in a TrainingConfig set epochs_per_rollout; .*"),
+        ("temperature", r"'temperature': pass LMHead\(weight, temperature=...\) as .*"),
+        ("gamma", "'gamma': there is no value function: .*"),
+        ("entropy_coeff", "'entropy_coeff': set entropy_coef"),
+        ("kl_clmp", r"'kl_clmp': did you mean kl_clamp or dual_clip\?"),
+        ("verbosity", "'verbosity'"),
+    ),
+)
+def test_an_unknown_option_is_answered(name, hint):
+    """Names it here, if it is there; the signature stays."""
+    for make in (GRPOLossConfig, partial(replace, GRPOLossConfig())):
+        with pytest.raises(TypeError, match=rf"unexpected keyword argument {hint}$"):
+            make(**{name: 1})
+    assert [*inspect.signature(GRPOLossConfig).parameters] == [
+        x.name for x in fields(GRPOLossConfig)
+    ]
 
 
 def test_names_are_aliases():

@@ -44,7 +44,7 @@ grpo_kernels.linear_logprobs(h, w, torch.arange(6)).logps.sum().backward()
 print(w.grad.norm() > 0)
 print(*[name for name in sys.modules if name.startswith("grpo_kernels")])
 """
-OPTIONAL = re.compile(r"support|shards|many|sampler|training|integrations|reference|explain")
+OPTIONAL = re.compile(r"hints|support|shards|many|sampler|training|integrations|reference|explain")
 
 
 def test_exact_calls_on_a_cpu_load_nothing_else():

@@ -110,8 +110,26 @@ WRONG_VALUES = (
     ("weight: expected a tensor on cpu; got one on meta",
      {"weight": torch.zeros(V, H, device="meta")}),
     (r"targets: expected shape \[2, 3\]; got \[2, 4\]", {"targets": torch.ones(B, T + 1).long()}),
-    (r"targets: expected shape \[2, 3\]; got \[2, 2\]: if these are the next tokens, drop the last",
-     {"targets": torch.ones(B, T - 1).long()}),
+    (r"targets: expected shape \[2, 3\]; got \[2, 4\]: cut them to the ids that hidden predicts, "
+     r"targets\[:, -3:\]", {"targets": torch.ones(B, T + 1).long()}),
+    (r"targets: expected shape \[2, 3\]; got \[2, 2\]: cut hidden to the positions that predict "
+     r"the targets, hidden\[:, -3:-1\]", {"targets": torch.ones(B, T - 1).long()}),
+    (r"targets: expected shape \[2, 3\]; got \[2, 1\]: cut hidden .* hidden\[:, -2:-1\]",
+     {"targets": torch.ones(B, 1).long()}),
+    (r"targets: expected shape \[6\]; got \[5\]: cut hidden .* hidden\[-6:-1\]",
+     {"packed": True, "targets": torch.ones(B * T - 1).long(), **NO_MASK}),
+    (r"targets: expected shape \[6\]; got \[4\]$",
+     {"packed": True, "targets": torch.ones(B * T - 2).long(), **NO_MASK}),
+    (r"hidden: its last dimension 7 is the head's number of rows: pass hidden states, "
+     r"\[..., 4\], not logits", {"hidden": torch.zeros(B, T, V)}),
+    (r"weight: expected shape \[V, 4\]; got \[4, 7\]: transpose it",
+     {"weight": torch.zeros(H, V)}),
+    (r"mask: expected shape \[2, 3\]; got \[2, 5\]: cut it to the positions of the targets, "
+     r"mask\[:, -3:\]", {"mask": torch.ones(B, T + 2)}),
+    (r"mask: expected shape \[2, 3\]; got \[2\]: a value per sequence, as advantages are, is no ",
+     {"mask": torch.ones(B), "advantages": torch.ones(B, T)}),
+    (r"old_logps: expected shape \[2, 3\]; got \[2, 4\]: cut it .* old_logps\[:, -3:\]",
+     {"old_logps": torch.zeros(B, T + 1)}),
     (r"targets: expected ids in \[0, 7\) at unmasked positions; got ids .*\(6 of them\)",
      {"targets": torch.full((B, T), V)}),
     (r"targets: expected ids in \[0, 7\); got ids outside: mask .*\(6 of them\)",
@@ -190,7 +208,8 @@ WRONG_VALUES = (
     ("backend: expected one of auto, triton, torch; got 'cuda'", {"backend": "cuda"}),
     ("chunk_bytes: expected a positive int, or None; got 0", {"chunk_bytes": 0}),
     # Arguments of `grpo_loss` only.
-    (r"logps: expected shape \[B, T\] \(padded\) or \[N\]", {"logps": torch.zeros(2, 3, 4)}),
+    (r"logps: expected shape \[B, T\] \(padded\) or \[N\] \(packed\); got \[2, 3, 4\]: of logits "
+     r"take selective_log_softmax\(logits, targets\)", {"logps": torch.zeros(2, 3, 4)}),
     ("entropy_coef=0.1 needs the entropy of every token: pass entropy",
      {"logps": LOGPS, **loss_call(entropy_coef=0.1)}),
     (r"entropy: expected shape \[2, 3\]; got \[2\]", {"logps": LOGPS, "entropy": torch.ones(B)}),
@@ -246,11 +265,70 @@ def test_every_case_is_tried():
         ({"targets": torch.zeros(1, T).long()}, ValueError,
          r"targets: expected shape \[2, 3\]; got \[1, 3\]"),
         (NOT_IDS, ValueError, r"targets: expected ids in \[0, 7\); got ids outside"),
+        ({"logits": torch.zeros(B, T + 2, V)}, ValueError,
+         r"got \[2, 3\]: cut logits .*, logits\[:, -4:-1\]"),
     ),
 )  # fmt: skip
 def test_selective_log_softmax(changes, error, message):
     with pytest.raises(error, match=message):
         selective_log_softmax(**{"logits": torch.zeros(B, T, V), **IDS_0, **changes})
+
+
+# Keywords that calls lack, and what is said after them.
+UNKNOWN = (
+    ("fused_grpo_loss", "beta", r"pass config=GRPOLossConfig\(beta=...\)"),
+    ("fused_grpo_loss", "kl_coef", r"pass config=GRPOLossConfig\(beta=...\)"),
+    ("fused_grpo_loss", "chunk_bytes", r"pass execution=Execution\(chunk_bytes=...\)"),
+    ("fused_grpo_loss", "old_per_token_logps", "pass old_logps"),
+    ("fused_grpo_loss", "num_iterations", "in a TrainingConfig set epochs_per_rollout; .*"),
+    ("fused_grpo_loss", "old_logp", r"did you mean old_logps\?"),
+    ("grpo_loss", "epsilon", r"pass config=GRPOLossConfig\(epsilon=...\)"),
+    ("grpo_loss", "temperature", r"pass LMHead\(weight, temperature=...\) as the head of a call"),
+    ("linear_logprobs", "attention_mask", "pass mask"),
+    ("linear_logprobs", "temperature", r"pass head=LMHead\(weight, temperature=...\)"),
+    ("fused_distillation_loss", "final_logit_softcapping", r"pass head=LMHead\(weight, softcap=.*"),
+    ("fused_distillation_loss", "teacher", "pass reference"),
+    ("selective_log_softmax", "index", "pass targets"),
+    ("LMHead", "final_logit_softcapping", "pass softcap"),
+    ("Execution", "chunk_size", r"did you mean chunk_bytes\?"),
+    ("TrainingConfig", "fp16", "set dtype to mixed, .*"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "keyword", "hint"), UNKNOWN, ids=str)
+def test_an_unknown_keyword_is_answered(name, keyword, hint):
+    call = TrainingConfig if name == "TrainingConfig" else getattr(grpo_kernels, name)
+    with pytest.raises(TypeError, match=f"^{name}.* keyword argument '{keyword}': {hint}$"):
+        call(**{keyword: 1})
+
+
+def test_other_errors_of_a_call_stay_as_they_are():
+    """Python's about other arguments, and the call's own."""
+    for args, options, message in (
+        ((), {}, "missing 1 required positional argument: 'weight'"),
+        ((1,), {"weight": 1}, "got multiple values for argument 'weight'"),
+        ((1,), {}, "weight: expected a tensor; got int"),
+    ):
+        with pytest.raises(TypeError, match=f"{message}$") as raised:
+            LMHead(*args, **options)
+        assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("hidden", "head", "message"),
+    (
+        (torch.zeros(B, T, H), torch.nn.Linear(H, V, bias=False), "got Linear: pass head.weight$"),
+        (torch.zeros(B, T, H), torch.nn.Linear(H, V),
+         r"got Linear: pass LMHead\(head.weight, head.bias\)$"),
+        (torch.zeros(B, T, H), torch.nn.Sequential(), "got Sequential$"),
+        (SimpleNamespace(last_hidden_state=0), torch.zeros(V, H),
+         "^hidden: .* got SimpleNamespace: pass its last_hidden_state$"),
+    ),
+    ids=("linear", "bias", "module", "output"),
+)  # fmt: skip
+def test_modules_and_outputs_are_no_tensors(hidden, head, message):
+    with pytest.raises(TypeError, match=message):
+        grpo_kernels.linear_logprobs(hidden, head, torch.zeros(B, T).long())
 
 
 def test_triton_on_a_cpu_says_what_it_needs(monkeypatch):

@@ -8,16 +8,19 @@ a call that reads nothing asserts them on the device.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+_T = TypeVar("_T", bound=Callable[..., Any])
 # Modules of subclasses of torch.Tensor whose operators are those of their values.
 _AS_TENSORS = ("torch.distributed.", "torch._subclasses.", "torch.testing.")
 HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,7 +48,8 @@ def check_tensor(
 ) -> Tensor:
     """Returns `x`, a tensor of this shape, one of these dtypes and on this device, or raises."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor; got {type(x).__name__}")
+        hint = ": pass its last_hidden_state" if hasattr(x, "last_hidden_state") else ""
+        raise TypeError(f"{name}: expected a tensor; got {type(x).__name__}{hint}")
     if not is_dense(x):
         raise TypeError(
             f"{name}: expected a dense tensor that is not quantised; got {type(x).__name__} "
@@ -61,6 +65,33 @@ def check_tensor(
     if device is not None and x.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}; got one on {x.device}")
     return x
+
+
+def names_are_answered(call: _T) -> _T:
+    """Has the TypeError of a function or class for a keyword that it lacks say what to use.
+
+    Where the arguments fit, this is one more Python call.
+    """
+    function: Callable[..., Any] = call.__init__ if isinstance(call, type) else call  # type: ignore
+
+    @functools.wraps(function)
+    def answering(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            called = error.__traceback__ and error.__traceback__.tb_next
+            unknown = [x for x in kwargs if x not in inspect.signature(function).parameters]
+            if called or not unknown:  # it is about something else
+                raise
+            from .hints import of_keyword
+
+            hints = [f": {hint}" for hint in [of_keyword(unknown[0], call)] if hint]
+            raise TypeError("".join([str(error), *hints])) from None
+
+    if isinstance(call, type):
+        call.__init__ = answering  # type: ignore[misc]
+        return call
+    return cast(_T, answering)
 
 
 def is_dense(x: Tensor) -> bool:
@@ -121,8 +152,11 @@ def check_number(name: str, value: object, expected: str = "of any size") -> flo
 def check_choice(name: str, value: object, choices: tuple[object, ...], hint: str = "") -> None:
     # Of one type: an array is equal to nothing.
     if not any(isinstance(value, type(x)) and value == x for x in choices):
+        from .hints import of_choice
+
         raise ValueError(
             f"{name}: expected one of {', '.join(map(str, choices))}{hint}; got {value!r}"
+            f"{of_choice(value, choices)}"
         )
 
 

@@ -34,8 +34,10 @@ class Layout:
     def of(name: str, x: Tensor, cu_seqlens: Tensor | None, checks: ValueChecks) -> Layout:
         """The layout of the token tensor `x`."""
         if x.ndim not in (1, 2):
+            hint = ": of logits take selective_log_softmax(logits, targets)"
             raise ValueError(
                 f"{name}: expected shape [B, T] (padded) or [N] (packed); got {list(x.shape)}"
+                f"{hint if name == 'logps' and x.ndim == 3 else ''}"
             )
         if cu_seqlens is None:
             if x.ndim == 1:
@@ -66,15 +68,27 @@ class Layout:
 
     def flat(self, name: str, x: object, dtype: torch.dtype = torch.float32) -> Tensor:
         """Flattens a constant with one value per token to `[N]`."""
-        x = check_tensor(name, x, shape=self.shape, dtypes=FLOATS, device=self.device)
+        x = self._of_tokens(name, x, FLOATS)
         return flatten(x.detach()).to(dtype)
+
+    def _of_tokens(self, name: str, x: object, dtypes: Sequence[torch.dtype]) -> Tensor:
+        """Returns `x`, with one value per token, or says what it looks like instead."""
+        x, shape = check_tensor(name, x), self.shape
+        hint = ""
+        if name == "mask" and len(shape) == 2 and x.shape == shape[:1]:
+            hint = ": a value per sequence, as advantages are, is no mask"
+        elif len(shape) == x.ndim == 2 and len(x) == shape[0] and x.shape[1] > shape[1] > 0:
+            hint = f": cut it to the positions of the targets, {name}[:, -{shape[1]}:]"
+        if hint:
+            raise ValueError(f"{name}: expected shape {list(shape)}; got {list(x.shape)}{hint}")
+        return check_tensor(name, x, shape=shape, dtypes=dtypes, device=self.device)
 
     def flat_mask(self, mask: Tensor | None, checks: ValueChecks) -> Tensor | None:
         """Flattens a mask to bool `[N]`; None when every token counts."""
         if mask is None:
             return None
         dtypes = (torch.bool, *INTEGERS, *FLOATS)
-        mask = check_tensor("mask", mask, shape=self.shape, dtypes=dtypes, device=self.device)
+        mask = self._of_tokens("mask", mask, dtypes)
         flat = flatten(mask.detach())
         if flat.dtype == torch.bool:
             return flat
@@ -126,13 +140,22 @@ class Layout:
         return flat
 
 
-def check_targets(targets: object, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Returns the target ids as int64 `[N]`."""
-    if isinstance(targets, Tensor) and list(targets.shape) == [*shape[:-1], shape[-1] - 1]:
-        raise ValueError(
-            f"targets: expected shape {list(shape)}; got {list(targets.shape)}: if these are the "
-            "next tokens, drop the last position of hidden (or logits)"
-        )
+def check_targets(
+    targets: object, shape: Sequence[int], device: torch.device, states: str = "hidden"
+) -> Tensor:
+    """Returns the target ids as int64 `[N]`; `states`: the name of what predicts them."""
+    if isinstance(targets, Tensor) and targets.shape[:-1] == shape[:-1] and targets.ndim:
+        T, length, first = targets.shape[-1], shape[-1], ":, " * (targets.ndim - 1)
+        hint = ""
+        if 0 < T < length and (first or length - T == 1):
+            cut = f"{states}[{first}-{T + 1}:-1]"
+            hint = f": cut {states} to the positions that predict the targets, {cut}"
+        elif 0 < length < T and first:
+            hint = f": cut them to the ids that {states} predicts, targets[:, -{length}:]"
+        if hint:
+            raise ValueError(
+                f"targets: expected shape {list(shape)}; got {list(targets.shape)}{hint}"
+            )
     targets = check_tensor("targets", targets, shape=shape, dtypes=INTEGERS, device=device)
     return flatten(targets.detach()).long()
 

@@ -230,10 +230,15 @@ def _checked_head(hidden: object, head: Tensor | LMHead) -> LMHead:
         raise ValueError("hidden: expected a tensor with values; got one on the meta device")
     head = LMHead.of(head)
     check_tensor("weight", head.weight, dtypes=HEAD_DTYPES, device=hidden.device)
-    if head.weight.shape[1] != hidden.shape[-1]:
+    (V, H), size = head.weight.shape, hidden.shape[-1]
+    if size == V > H:
         raise ValueError(
-            f"weight: expected shape [V, {hidden.shape[-1]}]; got {list(head.weight.shape)}"
+            f"hidden: its last dimension {size} is the head's number of rows: pass hidden states, "
+            f"[..., {H}], not logits"
         )
+    if size != H:
+        hint = ": transpose it" if size == V else ""
+        raise ValueError(f"weight: expected shape [V, {size}]; got [{V}, {H}]{hint}")
     if head.bias is not None:
         check_tensor("bias", head.bias, dtypes=HEAD_DTYPES)
     if head.low_rank is not None:

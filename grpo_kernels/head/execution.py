@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..base.checks import check_bool, check_choice, plain_numbers
+from ..base.checks import check_bool, check_choice, names_are_answered, plain_numbers
 from ..kernels import BACKENDS
 
 
+@names_are_answered
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """Backend, memory limit and reproducibility of a call; results agree up to rounding.

@@ -42,7 +42,7 @@ from ..base.autograd import (
     scaled,
     scaled_gradient,
 )
-from ..base.checks import ValueChecks, check_bool, check_tensor
+from ..base.checks import ValueChecks, check_bool, check_tensor, names_are_answered
 from ..base.layout import selected
 from ..base.memory import borrowed, lend, ran_out_of_memory
 from ..base.outputs import LogprobOutput
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 
 @eager_under_compile
+@names_are_answered
 def linear_logprobs(
     hidden: Tensor,
     head: Tensor | LMHead,

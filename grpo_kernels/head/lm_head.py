@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.checks import FLOATS, check_choice, check_number, check_tensor, plain_numbers
+from ..base.checks import (
+    FLOATS,
+    check_choice,
+    check_number,
+    check_tensor,
+    names_are_answered,
+    plain_numbers,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,6 +80,7 @@ class HeadTerm(NamedTuple):
     y: Tensor  # [V, K]
 
 
+@names_are_answered
 @dataclass(frozen=True, eq=False)
 class LMHead:
     """The LM head, from hidden states to a distribution over the vocabulary.
@@ -165,8 +173,11 @@ class LMHead:
         if isinstance(head, LMHead):
             return head
         if not isinstance(head, Tensor):
+            bias = getattr(head, "bias", None) is not None
+            hint = ": pass LMHead(head.weight, head.bias)" if bias else ": pass head.weight"
             raise TypeError(
                 f"head: expected a weight [V, H] or an LMHead; got {type(head).__name__}"
+                f"{hint if hasattr(head, 'weight') else ''}"
             )
         return LMHead(head)
 

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import eager_under_compile, refuse_double_backward
-from ..base.checks import HEAD_DTYPES, ValueChecks, check_number, check_tensor, flatten
+from ..base.checks import (
+    HEAD_DTYPES,
+    ValueChecks,
+    check_number,
+    check_tensor,
+    flatten,
+    names_are_answered,
+)
 from ..base.layout import Layout, check_target_ids, check_targets
 from ..kernels import (
     Backend,
@@ -29,6 +36,7 @@ from ..kernels import (
 
 
 @eager_under_compile
+@names_are_answered
 def selective_log_softmax(
     logits: Tensor,
     targets: Tensor,
@@ -75,7 +83,7 @@ def checked(
         raise ValueError("logits: expected a tensor with values; got one on the meta device")
     kernels = select_backend(backend, logits.device)
     V = logits.shape[-1]
-    flat_targets = check_targets(targets, logits.shape[:-1], logits.device)
+    flat_targets = check_targets(targets, logits.shape[:-1], logits.device, "logits")
     checks = ValueChecks()
     layout = Layout.of("targets", targets, None, checks)
     check_target_ids(flat_targets, None, V, checks)

@@ -13,7 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.checks import RANGES, check_bool, check_choice, check_number, plain_numbers
+from ..base.checks import (
+    RANGES,
+    check_bool,
+    check_choice,
+    check_number,
+    names_are_answered,
+    plain_numbers,
+)
 from .losses import AGGREGATIONS, LOSS_TYPES, LOSSES, RATIO_LEVELS, Loss, OwnLoss, flat_fields
 
 # Those whose denominator counts tokens; that of the others counts sequences.
@@ -42,6 +49,7 @@ _EXPECTED: dict[str, str | tuple[str, ...]] = {
 }
 
 
+@names_are_answered
 @dataclass(frozen=True, kw_only=True)
 class GRPOLossConfig:
     """The loss to compute, validated on construction; names and defaults follow TRL's `GRPOConfig`.

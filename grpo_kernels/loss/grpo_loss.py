@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import dtypes_of, eager_under_compile, refuse_double_backward, scaled_gradient
-from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten
+from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten, names_are_answered
 from ..base.layout import Layout
 from ..base.outputs import GRPOLossOutput, Metrics
 from ..kernels import Backend, PolicyLossResult, select_backend
@@ -36,6 +36,7 @@ _KERNEL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 @eager_under_compile
+@names_are_answered
 def grpo_loss(
     logps: Tensor,
     advantages: Tensor,

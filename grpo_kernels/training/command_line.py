@@ -20,6 +20,7 @@ from jsonargparse import (
 )
 from ruamel.yaml import YAML, YAMLError
 
+from ..base.hints import ELSEWHERE
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSS_TYPES, flat_fields
 from .config import TrainingConfig, defaults_of
@@ -32,60 +33,6 @@ _GROUPS = {
 }  # fmt: skip
 _CLIPPING = ("epsilon", "epsilon_high", "delta")  # most losses have these
 _COMMAND, _SOME_LOSSES = "This command", "Options of some loss types only"
-_SHARDED = (
-    "Sharded weights are for TRL's trainer with this library's head (docs/integrations.md). On one "
-    "GPU set lora_rank or gradient_checkpointing."
-)
-# Options of other trainers, and what to do here.
-ELSEWHERE = {
-    "batch_size": "Set prompts_per_step: prompts, not completions, over all processes.",
-    "bf16": "Set dtype to mixed, or to bf16 for weights as well.",
-    "clip_eps": "Set epsilon.",
-    "clip_range": "Set epsilon.",
-    "cliprange": "Set epsilon.",
-    "dataset_name": "Set dataset.",
-    "deepspeed": _SHARDED,
-    "eval_steps": "Set eval_every.",
-    "fsdp": _SHARDED,
-    "generation_batch_size": "Set prompts_per_step: prompts, not completions.",
-    "gradient_accumulation_steps": "Set prompts_per_step (batch) and micro_batch_size (what fits "
-    "in memory); gradients are accumulated automatically.",
-    "group_size": "Set num_generations.",
-    "kl_coef": "Set beta.",
-    "load_in_4bit": "Quantised weights are not trained. To save memory set lora_rank and dtype "
-    "bf16.",
-    "logging_steps": "Metrics are logged every step; set show_every for printed completions.",
-    "lr": "Set learning_rate.",
-    "lr_scheduler_type": "Set schedule.",
-    "max_length": "Set max_prompt_length and max_completion_length.",
-    "max_new_tokens": "Set max_completion_length.",
-    "model_revision": "Set model to NAME@REVISION.",
-    "max_steps": "Set steps: a step is a rollout and epochs_per_rollout * minibatches updates.",
-    "model_name_or_path": "Set model.",
-    "mu": "Set epochs_per_rollout.",
-    "num_iterations": "Set epochs_per_rollout; to update the reference, sync_ref_every.",
-    "num_steps": "Set steps.",
-    "num_train_epochs": "Set steps: each takes prompts_per_step problems.",
-    "output_dir": "Set output.",
-    "precision": "Set dtype: mixed, fp32 or bf16.",
-    "per_device_train_batch_size": "Set micro_batch_size, in completions: it changes memory, not "
-    "gradients.",
-    "ref_model_mixup_alpha": "Set ref_mixup_alpha; its default is 1.0.",
-    "ref_model_sync_steps": "Set sync_ref_every, in steps, not updates.",
-    "report_to": "Set trackers.",
-    "resume_from_checkpoint": "Set resume: the run in output continues from its last checkpoint.",
-    "reward_funcs": "Set rewards.",
-    "revision": "Set model to NAME@REVISION.",
-    "reward_model": "Set rewards to module:function, a function that calls your model.",
-    "run_name": "Set output: the name of the folder is the name of the run.",
-    "save_steps": "Set save_every.",
-    "sync_ref_model": "Set sync_ref_every above 0.",
-    "train_batch_size": "Set prompts_per_step: prompts, not completions.",
-    "use_peft": "Set lora_rank above 0.",
-    "use_vllm": "Set rollout to vllm.",
-    "wandb": "Set trackers to wandb.",
-    "warmup_ratio": "Set warmup_steps, in optimizer steps.",
-}
 
 
 @overload

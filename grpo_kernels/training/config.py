@@ -16,7 +16,7 @@ from typing import Any, Literal, get_type_hints
 
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
-from ..base.checks import plain_numbers
+from ..base.checks import names_are_answered, plain_numbers
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, OwnLoss
 
@@ -24,6 +24,7 @@ from ..loss.losses import LOSSES, Loss, OwnLoss
 DTYPES = {"mixed": "float32", "fp32": "float32", "bf16": "bfloat16"}
 
 
+@names_are_answered
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(GRPOLossConfig):
     """A training run and its loss, validated when made, before anything is loaded.
