@@ -28,6 +28,7 @@ from grpo_kernels import (
     GRPOLossConfig,
     Reference,
     Support,
+    completion_mask,
     fused_distillation_loss,
     fused_grpo_loss,
     linear_logprobs,
@@ -50,9 +51,8 @@ def completions_of(model: Any, tokenizer: Any, sums: Sums, sample: bool) -> tupl
     model.generation_config = GenerationConfig(do_sample=sample, top_k=0, eos_token_id=eos)
     ids = model.generate(**prompts.to(model.device), max_new_tokens=LENGTH)
     tokens = ids[:, prompts.input_ids.shape[1] :]
-    ends = [[i in eos or "\n" in tokenizer.decode(i) for i in row] for row in tokens.tolist()]
-    ended = torch.tensor(ends, device=tokens.device)
-    return tokens, ended.cumsum(1) - ended.long() == 0
+    lines = [i for i in tokens.unique().tolist() if "\n" in tokenizer.decode(i)]
+    return tokens, completion_mask(tokens, eos + lines).bool()
 
 
 def states_of(model: Any, tokenizer: Any, sums: Sums, tokens: Tensor, before: str = "") -> Tensor:

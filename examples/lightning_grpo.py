@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from grpo_kernels import GRPOLossConfig, group_advantages
+from grpo_kernels import GRPOLossConfig, completion_mask, group_advantages
 from grpo_kernels.integrations.hf_head import evaluating
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 
@@ -118,9 +118,8 @@ class Rollouts(IterableDataset):
         with evaluating(model):
             ids = model.generate(**encoded, max_new_tokens=self.length)
         tokens = ids[:, encoded["input_ids"].shape[1] :]
-        ends = torch.isin(tokens, torch.tensor(eos, device=tokens.device)).long()
-        mask = (ends.cumsum(1) - ends == 0).long()  # up to the first end, which counts
-        texts = [tokenizer.decode(row[x]) for row, x in zip(tokens, mask > ends, strict=True)]
+        mask = completion_mask(tokens, eos)  # up to the first end, which counts
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         reward = torch.tensor(self.reward(prompts, texts, **columns), device=ids.device)
         batch = {
             "ids": ids, "reward": reward.float(),

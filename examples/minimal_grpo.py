@@ -1,4 +1,4 @@
-"""GRPO in one loop to read: PyTorch, transformers, and four calls of grpo_kernels.
+"""GRPO in one loop to read: PyTorch, transformers, and five calls of grpo_kernels.
 
     pip install transformers                     # and grpo_kernels, as in the README
     python minimal_grpo.py                       # the model comes from the hub
@@ -25,7 +25,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from grpo_kernels import GRPOLossConfig, fused_grpo_loss, group_advantages, linear_logprobs
+from grpo_kernels import (
+    GRPOLossConfig,
+    completion_mask,
+    fused_grpo_loss,
+    group_advantages,
+    linear_logprobs,
+)
 
 PROMPT = "2 + 3 = <answer>5</answer>\n6 + 8 = <answer>14</answer>\n{} + {} ="
 PROMPTS, GROUP, LENGTH = 4, 8, 10  # per rollout; completions of each; their tokens, at most
@@ -83,12 +89,11 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         prompts = tokenizer([PROMPT.format(*x) for x in pairs], return_tensors="pt", padding=True)
         ids = model.generate(**prompts.to(device), max_new_tokens=LENGTH)
         tokens = ids[:, prompts.input_ids.shape[1] :]  # [B, T]
-        ends = torch.isin(tokens, torch.tensor(eos, device=device)).long()
-        mask = (ends.cumsum(1) - ends == 0).long()  # up to the first end, which counts
+        mask = completion_mask(tokens, eos)  # up to the first end, which counts
         attention = torch.cat([prompts.attention_mask, mask], 1)
 
         # 2. Judge them, and compare each with its group.
-        texts = [tokenizer.decode(row[x]) for row, x in zip(tokens, mask > ends, strict=True)]
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         rewards = torch.tensor([reward(t, a + b) for t, (a, b) in zip(texts, pairs, strict=True)])
         advantages = group_advantages(rewards, GROUP).to(device)  # [B]
 

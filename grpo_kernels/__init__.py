@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .base.outputs import DistillationOutput, GRPOLossOutput, LogprobOutput
-from .base.sequences import gather_tokens
+from .base.sequences import completion_mask, gather_tokens
 from .fused_grpo_loss import fused_grpo_loss
 from .head.execution import Execution
 from .head.linear_logprobs import linear_logprobs
@@ -35,6 +35,7 @@ __all__ = [
     "VocabRanks",
     "batch_support",
     "check_sampler",
+    "completion_mask",
     "fused_distillation_loss",
     "fused_grpo_loss",
     "gather_tokens",

@@ -193,6 +193,7 @@ HELPERS = {
         *grpo_kernels.group_advantages(BATCH.advantages, 2),
         *grpo_kernels.group_advantages(BATCH.ref_logps.nan_to_num(1.0, 1.0, 1.0), 2),
     ],
+    "completion_mask": lambda _: [grpo_kernels.completion_mask(IDS, [1, 2])],
     "per_token_kl": lambda _: [
         grpo_kernels.per_token_kl(BATCH.old_logps, BATCH.ref_logps, BATCH.mask)
     ],

@@ -1,12 +1,15 @@
-"""Sequences of tokens, sums over them, and tokens gathered from ranks."""
+"""Sequences of tokens, where they end, sums over them, and tokens gathered from ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from .checks import INTEGERS, as_number, check_tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,6 +64,50 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 def widened(x: Tensor) -> Tensor:
     """The tensor in the dtype of sums over it."""
     return x.to(wide_dtype(x))
+
+
+def completion_mask(token_ids: Tensor, end_ids: int | Iterable[int] | Tensor) -> Tensor:
+    """Marks the tokens of completions up to the first end token, which counts.
+
+    Equivalent PyTorch:
+
+        ends = torch.isin(token_ids, end_ids).long()
+        mask = (ends.cumsum(1) - ends == 0).long()
+
+    What follows the first end token is padding, whatever its id: a tokenizer may pad with the end
+    token, or have no pad token.
+
+    Args:
+        token_ids: completions without their prompts, integers `[B, T]`.
+        end_ids: ids that end a completion, as `model.generation_config.eos_token_id` has them: one
+            or several. A completion without any of them counts to its last token.
+
+    Returns:
+        The mask, int64 `[B, T]`, 1 or 0. No value is read from a GPU, and none is copied there.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    check_tensor("token_ids", token_ids, dtypes=INTEGERS)
+    if token_ids.ndim != 2:
+        raise ValueError(f"token_ids: expected shape [B, T]; got {list(token_ids.shape)}")
+    if isinstance(end_ids, Tensor) and end_ids.device.type != "cpu":
+        check_tensor("end_ids", end_ids, dtypes=INTEGERS, device=token_ids.device)
+        ends = torch.isin(token_ids, end_ids)
+    else:
+        ends = torch.zeros_like(token_ids, dtype=torch.bool)
+        for end in _as_ids(end_ids):
+            ends |= token_ids == end
+    return (ends.cumsum(1) - ends.long() == 0).long()
+
+
+def _as_ids(ids: object) -> list[int]:
+    """Python's integers from one or several."""
+    numbers = ids.tolist() if hasattr(ids, "tolist") else ids
+    values = [as_number(x) for x in (numbers if isinstance(numbers, Iterable) else [numbers])]
+    if not all(type(x) is int for x in values):
+        raise TypeError(f"end_ids: expected an int, or several; got {ids!r}")
+    return values
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:

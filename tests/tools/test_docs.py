@@ -45,6 +45,27 @@ def test_code_runs(page, small_models, tmp_path, monkeypatch):
     exec("\n".join(CODE[page]), {"__name__": "docs"})
 
 
+@pytest.mark.parametrize("pad", ("<eos>", "A", None), ids=("the end", "another", "none"))
+def test_the_quickstart_trains_the_end_of_each_completion(pad, small_models, monkeypatch, capsys):
+    """With any pad token; what it prints is not 0."""
+    import transformers
+
+    model, tokenizer = make_model("qwen2"), make_tokenizer()
+    tokenizer.pad_token = pad
+    end, filler = tokenizer.eos_token_id, tokenizer.pad_token_id or 0
+    digits = tokenizer("1234").input_ids
+    rows = [[*digits[:2], end], [*digits[:1], 9, 9, 9], [end], [9] * 4]
+    sampled = torch.tensor([row + [filler] * (4 - len(row)) for row in rows])
+    monkeypatch.setattr(model, "generate", lambda input_ids, **_: torch.cat(
+        [input_ids.expand(4, -1), sampled], 1
+    ))  # fmt: skip
+    for kind, made in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
+        monkeypatch.setattr(getattr(transformers, kind), "from_pretrained", lambda _, x=made: x)
+    exec("\n".join(CODE[Path("README.md")]), names := {"__name__": "docs"})
+    assert names["mask"].tolist() == [[1, 1, 1, 0], [1] * 4, [1, 0, 0, 0], [1] * 4]
+    assert float(capsys.readouterr().out.split()[-1]) > 0
+
+
 def test_advantages_of_one_s_own_are_right():
     page, names = Path("docs/objectives.md"), {"torch": torch}
     exec(next(code for code in CODE[page] if "over_mean" in code), names)

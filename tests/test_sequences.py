@@ -1,0 +1,82 @@
+"""`completion_mask` against completions cut by hand."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_kernels import completion_mask
+from tests.helpers.fake_cuda import CUDA, CountedCUDA
+
+END, OTHER, PAD = 2, 5, 0
+# Tokens, and how many of them count where END ends a completion, and where END or OTHER do.
+ROWS = (
+    ([7, 8, END, END, END], 3, 3),  # padded with the end token
+    ([7, END, PAD, PAD, PAD], 2, 2),
+    ([END, 7, 8, 9, 7], 1, 1),
+    ([7, 8, 9, 7, 8], 5, 5),  # cut at its largest length
+    ([7, OTHER, END, 9, END], 3, 2),
+    ([PAD, PAD, 7, 8, END], 5, 5),  # a pad token in the middle is a token
+)
+
+
+@pytest.mark.parametrize(
+    ("end_ids", "column"),
+    (
+        (END, 1),
+        (np.int64(END), 1),
+        (torch.tensor(END), 1),
+        ([END, OTHER], 2),
+        ({END, OTHER}, 2),
+        (np.array([OTHER, END]), 2),
+        (torch.tensor([END, OTHER], dtype=torch.int32), 2),
+    ),
+    ids=repr,
+)
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32))
+def test_a_completion_counts_to_its_first_end(end_ids, column, dtype):
+    mask = completion_mask(torch.tensor([row[0] for row in ROWS], dtype=dtype), end_ids)
+    assert mask.dtype == torch.int64
+    assert mask.tolist() == [[1] * row[column] + [0] * (5 - row[column]) for row in ROWS]
+
+
+def test_random_completions():
+    draw = random.Random(0)
+    rows = [[draw.randrange(6) for _ in range(9)] for _ in range(200)]
+    for row, mask in zip(rows, completion_mask(torch.tensor(rows), [0, 3]).tolist(), strict=True):
+        ends = [i for i, x in enumerate(row) if x in (0, 3)]
+        assert sum(mask) == min([i + 1 for i in ends], default=9) and mask == sorted(mask)[::-1]
+
+
+def test_completions_without_an_end_or_without_tokens():
+    tokens = torch.tensor([[1, 2]])
+    assert completion_mask(tokens, []).tolist() == [[1, 1]]
+    assert completion_mask(tokens[:, :0], END).shape == (1, 0)
+    assert completion_mask(tokens[:0], END).shape == (0, 2)
+
+
+@pytest.mark.parametrize("ends", (END, [END, OTHER], torch.tensor([END, OTHER]), "on the GPU"))
+def test_nothing_is_read_from_a_gpu_or_copied_there(ends):
+    with CountedCUDA() as gpu:
+        tokens = torch.zeros(4, 9, dtype=torch.int64, device=CUDA)
+        ends = torch.zeros(2, dtype=torch.int64, device=CUDA) if isinstance(ends, str) else ends
+        completion_mask(tokens, ends)
+    assert not gpu.transfers
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends", "error", "message"),
+    (
+        ([[1]], END, TypeError, "token_ids: expected a tensor; got list"),
+        (torch.ones(2, 3), END, TypeError, "token_ids: expected dtype int64, .*; got float32"),
+        (torch.ones(3).long(), END, ValueError, r"token_ids: expected shape \[B, T\]; got \[3\]"),
+        *(
+            (torch.ones(2, 3).long(), ends, TypeError, "end_ids: expected an int, or several; got")
+            for ends in (None, "2", True, 2.0, [None], [[1]], torch.ones(1))
+        ),
+    ),
+)
+def test_refuses(tokens, ends, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        completion_mask(tokens, ends)
