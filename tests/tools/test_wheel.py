@@ -92,6 +92,23 @@ def test_the_hub_has_every_file_of_the_core(wheel, tmp_path):
     assert {*json.loads(extensions)} == {x.suffix[1:] for x in core}
 
 
+@pytest.mark.parametrize("others", (["thesis.tex"], [".git/HEAD"], ["build/own.o", "LICENSE"]))
+def test_the_hub_s_folder_is_replaced_and_others_are_not(others, tmp_path):
+    command = sys.executable, ROOT / "packaging/kernel_package.py", tmp_path / "kernel"
+    _done(*command)
+    (left := tmp_path / "kernel/build/torch-old").mkdir()
+    _done(*command)
+    assert not left.exists()
+    folder = tmp_path / "mine"
+    for name in others:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    done = _run(*command[:2], folder)
+    assert done.returncode == 1 and "FOLDER: expected a new folder, or one of an" in done.stderr
+    assert others[0].split("/")[0] in done.stderr and len(done.stderr.splitlines()) == 1
+    assert [(folder / name).read_text() for name in others] == ["mine"] * len(others)
+
+
 def test_an_environment_without_anything_else(python):
     """The guide's first code runs there, the doctor says so, and what is missing is named."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.S)
