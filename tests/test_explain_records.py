@@ -91,6 +91,11 @@ def tokens(**changes):
         (changed(group=True), "expected group: a whole number or null; got True"),
         (changed(reward="x" * 500), r"expected reward: numbers or null; got 'x{99}\.\.\."),
         (changed(loss_share=[1]), r"expected loss_share: numbers or null; got \[1\]"),
+        (changed(truncated=[True]), r"expected truncated: numbers or null; got \[True\]"),
+        (changed(truncated="yes"), "expected truncated: numbers or null; got 'yes'"),
+        (changed(reward=10**400), "int too large"),
+        (changed(length="9"), "expected length: numbers or null; got '9'"),
+        (tokens(gradient_share=[0.5, 0.5]), "expected gradient_share: a number, the sum of the"),
         (tokens(loss=[0, 1]), r"with the columns of line 1, \['position', 'text'\]; got \['pos"),
         ('{"trainer_logprobs": 1}', "expected trainer_logprobs: a list; got 1"),
         ('{"trainer_logprobs": [1], "token_ids": [1, 2]}', "expected token_ids: 1 whole numbers"),
@@ -137,11 +142,29 @@ def test_prime_rl_exports_have_their_trained_tokens(tmp_path):
     assert one.position.tolist() == [0, 2] * 2 and one.token_ids.tolist() == [8, 10] * 2
     expected = {
         "ratio": [1.1, 1.3], "logp": [-1.0, -1.0], "entropy": [0.2, 0.4], "advantage": [0.5, 0.5],
-        "dropped": [1.0, 1.0], "sampler_gap": [0.1, 0.3], "clip": [-1.0, 1.0],
+        "dropped": [1.0, 1.0], "sampler_gap": [0.1, 0.3], "importance_weight": [0.0, 0.0],
+        "clip": [-1.0, 1.0],
     }  # fmt: skip
     assert list(one.columns) == list(expected)
     for name, values in expected.items():
         torch.testing.assert_close(one.columns[name], torch.tensor(values * 2))
+
+
+def test_tokens_that_prime_rl_masks_are_a_cause(tmp_path):
+    """Half of the tokens of each sequence are out of its trust region; a tenth is no news."""
+    path = tmp_path / "rank_0.jsonl"
+    for masked, causes in (([True, False], ["importance_weight"]), ([True] + [False] * 9, [])):
+        columns = {
+            "token_ids": [*range(21)],
+            "loss_mask": [False] + [True] * 20,
+            "is_masked": [False, *masked * (20 // len(masked))],
+        }
+        columns |= {"trainer_logprobs": [-1.0] * 21, "inference_logprobs": [-1.5] * 21,
+                    "entropy": [1.0] * 21, "rewards": [1.0] * 21}  # fmt: skip
+        rows = [{**columns, "advantages": [a] * 21} for a in (0.5, -0.5)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert [cause.name for cause in command.rank(read(path))] == causes
+        assert not causes or "masks drop 50% of the tokens" in command.rank(read(path))[0].text
 
 
 def test_prime_rl_columns_that_a_loss_lacks_have_no_numbers(tmp_path):
@@ -177,6 +200,36 @@ def test_trl_completions_are_words_with_their_advantage(tmp_path):
     assert [group["reward"] for group in result.groups] == [1.0, 0.0]
 
 
+def test_content_of_messages_in_parts_is_its_text(tmp_path):
+    def parts(*texts):
+        return [{"type": "text" if x else "image", "text": x} for x in texts]
+
+    path = parquet(
+        tmp_path / "completions_00003.parquet", advantage=[0.7],
+        prompt=[[{"role": "system", "content": parts("Add.")},
+                 {"role": "user", "content": parts(None, "2 + ", "3?")}]],
+        completion=[[{"role": "assistant", "content": parts("It is 5.")}]],
+    )  # fmt: skip
+    result = read(path)
+    assert result.sequences[0]["prompt"] == "Add.\n2 + 3?"
+    assert result.texts == [["It", " is", " 5."]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    (
+        ({"completion": [None]}, "expected completion: a text or messages; got None"),
+        ({"prompt": [[1]]}, r"expected prompt: a text or messages; got \[1\]"),
+        ({"advantage": ["high"]}, "expected advantage: numbers or null; got 'high'"),
+    ),
+)
+def test_a_row_of_trl_that_is_broken_is_named(tmp_path, columns, message):
+    good = {"prompt": ["p"], "completion": ["c"], "advantage": [None]}
+    path = parquet(tmp_path / "completions_1.parquet", **good | columns)
+    with pytest.raises(ValueError, match=rf"completions_1\.parquet, row 1: {message}"):
+        read(path)
+
+
 def test_several_rewards_of_trl_stay_apart(tmp_path):
     path = parquet(
         tmp_path / "completions_00003.parquet", step=[3] * 2, prompt=["p"] * 2,
@@ -189,7 +242,7 @@ def test_several_rewards_of_trl_stay_apart(tmp_path):
 
 def test_a_parquet_file_of_something_else_is_named(tmp_path):
     path = parquet(tmp_path / "other.parquet", prompt=["p"], completion=["c"])
-    with pytest.raises(ValueError, match=r"other\.parquet: expected a column advantage; got \['pr"):
+    with pytest.raises(ValueError, match=r"other\.parquet, row 1: expected a column advantage"):
         read(path)
     path.write_bytes(b"no parquet")
     with pytest.raises(ValueError, match=r"other\.parquet: .*[Pp]arquet"):
@@ -213,6 +266,16 @@ def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, ca
     assert last == f"page: {tmp_path / 'step.html'}"
     page = (tmp_path / "step.html").read_text()
     assert '"title": "step.jsonl"' in page and '"sort": "gradient"' in page
+
+
+@pytest.mark.parametrize("name", (".", "../step_3.v2"))
+def test_the_page_of_a_folder_is_beside_it(name, tmp_path, monkeypatch, capsys):
+    (folder := tmp_path / "step_3.v2").mkdir()
+    (folder / "rank_0.jsonl").write_text(prime_rl())
+    monkeypatch.chdir(folder)
+    command.main([name])
+    assert '"title": "step_3.v2"' in (tmp_path / "step_3.v2.html").read_text()
+    assert "step_3.v2.html" in capsys.readouterr().out
 
 
 def test_the_command_decodes_ids(tmp_path, monkeypatch):

@@ -27,15 +27,17 @@ def main(argv: list[str] | None = None) -> None:
         help="initial order of sequences: as in FILE, or by share of the gradient")  # fmt: skip
     add("--tokenizer", help="name or folder, to decode a FILE that has ids only")
     options = parser.parse_args(argv)
-    output = options.output or options.file.with_suffix(".html")
+    # `.` and `..` have no name for the page.
+    file = options.file if options.file.name.strip(".") else options.file.resolve()
     try:
-        if output == options.file:
+        output = options.output or _page_of(file)
+        if output == file:
             raise ValueError(f"--output: expected another file than FILE; got {output}")
-        explanation = exports.read(options.file)
+        explanation = exports.read(file)
         if options.tokenizer:
             explanation = _with_texts(explanation, options.tokenizer)
         explanation = replace(explanation, causes=rank(explanation))
-        text = page.html(explanation, title=options.file.name, sort=options.sort)
+        text = page.html(explanation, title=file.name, sort=options.sort)
         output.write_text(text, encoding="ascii")
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
@@ -43,6 +45,11 @@ def main(argv: list[str] | None = None) -> None:
     for line in str(explanation).split("\n"):
         print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
     print(f"page: {output}")
+
+
+def _page_of(file: Path) -> Path:
+    """Returns the page beside a file, or beside the folder of a step."""
+    return file.with_name(f"{file.name}.html") if file.is_dir() else file.with_suffix(".html")
 
 
 def _with_texts(explanation: Explanation, name: str) -> Explanation:

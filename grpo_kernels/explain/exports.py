@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +19,8 @@ _PRIME_RL = {
     "importance_ratio": "ratio", "trainer_logprobs": "logp", "entropy": "entropy",
     "advantages": "advantage", "is_masked": "dropped", "log_importance_ratio": "sampler_gap",
 }  # fmt: skip
+# Numbers of a sequence that causes, groups and pages compute with.
+_NUMBERS = ("length", "advantage", "reward", "truncated")
 # What is known of a sequence, and its tokens' columns by name.
 Row = tuple[dict[str, Any], dict[str, list[Any]]]
 
@@ -66,10 +68,13 @@ def _own(row: dict[str, Any]) -> Row:
     _expect(type(group) in (int, type(None)), "group: a whole number or null", group)
     sequence = {"group": group}
     for name, x in row.items():
-        if name in SHARES or (x is not None and name in ("length", "advantage", "reward")):
-            sequence[name] = x if type(x) is int else _column(name, [x], 1, name)[0]
+        if name in SHARES or (x is not None and name in _NUMBERS):
+            (number,) = _column(name, [x], 1, name)
+            sequence[name] = x if type(x) in (int, bool) else number
         elif x is not None and name != "sequence":
             sequence[name] = x
+    has_share = "gradient_share" in row or "gradient_share" not in tokens
+    _expect(has_share, "gradient_share: a number, the sum of the tokens'", "none")
     count = len(tokens["position"])
     return sequence, {k: _column(k, x, count, f"tokens.{k}") for k, x in tokens.items()}
 
@@ -92,6 +97,8 @@ def _prime_rl(row: dict[str, Any]) -> Row:
     ends = zip(columns["is_masked_low"], columns["is_masked_high"], strict=True)
     tokens = {"position": [i - start for i in trained], "token_id": columns["token_ids"]}
     tokens |= {ours: columns[theirs] for theirs, ours in _PRIME_RL.items()}
+    # Its mask is by the importance ratio, and the weight of the others is not exported.
+    tokens["importance_weight"] = [0.0 if x == 1 else math.nan for x in tokens["dropped"]]
     return sequence, tokens | {"clip": [high - low for low, high in ends]}
 
 
@@ -100,27 +107,45 @@ def _read_trl(path: Path) -> list[Row]:
         from pyarrow import parquet
 
         rows = parquet.read_table(path).to_pylist()
-        for row in rows:
-            for name in ("prompt", "completion", "advantage"):
-                _expect(name in row, f"a column {name}", [*row])
     except ImportError as error:
         raise ImportError(f"{path}: parquet files need pyarrow: pip install pyarrow") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     result: list[Row] = []
-    for row in rows:
-        prompt, advantage = _text(row["prompt"]), row.pop("advantage")
-        floats = {name: x for name, x in row.items() if isinstance(x, float)}
-        rewards = {"reward": next(iter(floats.values()))} if len(floats) == 1 else floats
-        words = re.findall(r"\s*\S+|\s+", _text(row["completion"]))
-        tokens = {"position": [*range(len(words))], "text": words}
-        sequence = {"group": prompt, "prompt": prompt, "advantage": advantage, **rewards}
-        result.append((sequence, tokens | {"advantage": [advantage] * len(words)}))
+    for number, row in enumerate(rows, 1):
+        try:
+            result.append(_trl(row))
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"{path}, row {number}: {error}") from error
     return result
 
 
-def _text(x: str | Sequence[Mapping[str, Any]]) -> str:
-    return x if isinstance(x, str) else "\n".join(str(m.get("content") or "") for m in x)
+def _trl(row: dict[str, Any]) -> Row:
+    """Returns the words of a row of TRL."""
+    for name in ("prompt", "completion", "advantage"):
+        _expect(name in row, f"a column {name}", [*row])
+    (advantage,) = _column("advantage", [row.pop("advantage")], 1, "advantage")
+    prompt, completion = (_text(name, row[name]) for name in ("prompt", "completion"))
+    floats = {name: x for name, x in row.items() if isinstance(x, float)}
+    rewards = {"reward": next(iter(floats.values()))} if len(floats) == 1 else floats
+    words = re.findall(r"\s*\S+|\s+", completion)
+    tokens = {"position": [*range(len(words))], "text": words}
+    sequence = {"group": prompt, "prompt": prompt, "advantage": advantage, **rewards}
+    return sequence, tokens | {"advantage": [advantage] * len(words)}
+
+
+def _text(name: str, x: object) -> str:
+    """The text of a column: itself, or that of messages, whose content may be in parts."""
+    if isinstance(x, str):
+        return x
+    messages = isinstance(x, list) and all(isinstance(m, dict) for m in x)
+    _expect(messages, f"{name}: a text or messages", x)
+    contents = [m.get("content") or "" for m in cast(list[dict[str, Any]], x)]
+    return "\n".join(
+        content if isinstance(content, str)
+        else "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+        for content in contents
+    )  # fmt: skip
 
 
 def _explanation(path: Path, rows: Sequence[Row]) -> Explanation:
