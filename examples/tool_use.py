@@ -18,8 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from demo_model import MODEL, resolved
+import demo_model
+import torch
 
+from grpo_kernels import Support
 from grpo_kernels.training import (
     Completion,
     Problem,
@@ -103,13 +105,19 @@ def joined(one: Completion, result: list[int], more: Completion) -> Completion:
     ids = [*one.token_ids, *result, *more.token_ids]
     sampled = [*one.sampled, *[False] * len(result), *[True] * len(more.token_ids)]
     logps = one.logps and more.logps and [*one.logps, *[0.0] * len(result), *more.logps]
-    return Completion(ids, more.ended, logps, sampled=sampled)
+    support = None
+    if one.support is not None and more.support is not None:  # with top_p, top_k or min_p
+        (kept, offsets), (last_kept, last) = one.support, more.support
+        nothing = offsets[-1:].expand(len(result))  # an empty set for what was put in
+        offsets = torch.cat([offsets, nothing, offsets[-1] + last[1:]])
+        support = Support(torch.cat([kept, last_kept]), offsets)
+    return Completion(ids, more.ended, logps, support=support, sampled=sampled)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    config = resolved(parse_config(
-        argv, model=MODEL, output="runs/tool-use", dataset="products", rewards=["answer"], steps=12,
-        stop=["</answer>"], prompts_per_step=4, num_generations=8, max_completion_length=48,
+    config = demo_model.resolved(parse_config(
+        argv, model=demo_model.MODEL, output="runs/tool-use", dataset="products",
+        rewards=["answer"], steps=12, stop=["</answer>"], prompts_per_step=4, num_generations=8, max_completion_length=48,
         micro_batch_size=32, learning_rate=5e-6, train_size=400, eval_size=100, save_model=False,
     ).in_new_folder())  # fmt: skip
     trainer = Trainer(config, *load_model(config), *products(config))

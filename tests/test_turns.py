@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from examples import tool_use
+from grpo_kernels import Support
 from grpo_kernels.training import Completion, SamplingParams, load_model
 from grpo_kernels.training.run import logs
 from tests.helpers.ranks import ROOT
@@ -126,7 +127,13 @@ class Scripted:
         self.asked += [self.tokenizer.decode(prompt) for prompt in prompts]
         said = [self.texts.pop(0) for _ in range(len(prompts) * count)]
         ids = [self.tokenizer.encode(text)[: sampling.max_new_tokens] for text in said]
-        return [Completion(row, True, [-1.0] * len(row)) for row in ids]
+        return [Completion(row, True, [-1.0] * len(row), support=kept(row)) for row in ids]
+
+
+def kept(row):
+    """Each token from itself and the id after it."""
+    ids = torch.tensor(row, dtype=torch.int32)
+    return Support(torch.stack([ids, ids + 1], 1).flatten(), torch.arange(len(row) + 1) * 2)
 
 
 def test_a_completion_may_call_several_times():
@@ -142,9 +149,11 @@ def test_a_completion_may_call_several_times():
     text = first + "<calc>136*5</calc>\n<result>680</result>\n"
     assert tokenizer.decode(called.token_ids) == text + "<answer>680</answer>" and called.ended
     assert inner.asked[:4] == ["weights", "Q", "Q" + first, "Q" + text]
-    own = [i for i, mine in zip(called.token_ids, called.sampled, strict=True) if mine]
-    assert tokenizer.decode(own) == "<calc>8*17</calc><calc>136*5</calc><answer>680</answer>"
+    own_ids = [i for i, mine in zip(called.token_ids, called.sampled, strict=True) if mine]
+    assert tokenizer.decode(own_ids) == "<calc>8*17</calc><calc>136*5</calc><answer>680</answer>"
     assert len(called.logps) == len(called.token_ids) and set(called.logps) == {-1.0, 0.0}
+    assert torch.equal(called.support.token_ids, kept(own_ids).token_ids)
+    assert called.support.offsets.diff().tolist() == [2 * mine for mine in called.sampled]
     assert tokenizer.decode(other.token_ids) == "<answer>5</answer>" and all(other.sampled)
 
 
