@@ -18,7 +18,7 @@ help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/installed ## train a model of 135M parameters on a CPU [STEPS= MODEL= NAME=]
-	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-1000} $(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --output runs/$(NAME) $(ARGS)
+	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-1000} $(RUN) examples/train_additions.py --steps "$(STEPS)" --model "$(MODEL)" --output "runs/$(NAME)" $(ARGS)
 
 # The tests stand in tiers (docs/testing.md). Each worker computes on one core.
 export WORKERS ?= 2

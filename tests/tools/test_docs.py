@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import subprocess
 from pathlib import Path
 from statistics import median
 
@@ -104,6 +106,17 @@ def test_what_a_page_names_is_there(page):
         assert page.name == "CHANGELOG.md" or (ROOT / name).exists(), name
     known = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= known
+
+
+def test_make_demo_takes_names_with_spaces():
+    options = {"NAME": "first run", "MODEL": "/models/My Model", "ARGS": "--beta 0.1"}
+    command = ["make", "-n", "demo", *(f"{name}={x}" for name, x in options.items())]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    (line,) = (x for x in printed.splitlines() if "train_additions" in x)
+    words = shlex.split(line)
+    for flag, value in (("--output", "runs/first run"), ("--model", "/models/My Model")):
+        assert words[words.index(flag) + 1] == value
+    assert words[-2:] == ["--beta", "0.1"]
 
 
 # The lowest and the highest version of each package.
