@@ -117,8 +117,9 @@ def joined(one: Completion, result: list[int], more: Completion) -> Completion:
 def main(argv: Sequence[str] | None = None) -> Path:
     config = demo_model.resolved(parse_config(
         argv, model=demo_model.MODEL, output="runs/tool-use", dataset="products",
-        rewards=["answer"], steps=12, stop=["</answer>"], prompts_per_step=4, num_generations=8, max_completion_length=48,
-        micro_batch_size=32, learning_rate=5e-6, train_size=400, eval_size=100, save_model=False,
+        rewards=["answer"], steps=12, stop=["</answer>"], prompts_per_step=4, num_generations=8,
+        max_completion_length=48, micro_batch_size=32, learning_rate=5e-6, train_size=400,
+        eval_size=100, save_model=False,
     ).in_new_folder())  # fmt: skip
     trainer = Trainer(config, *load_model(config), *products(config))
     trainer.rollout = WithCalculator(trainer.rollout, trainer.tokenizer)
