@@ -93,9 +93,10 @@ class GRPOLossConfig:
             sequence_truncate, geometric_truncate clip them to the bounds (TIS); token_mask,
             sequence_mask, geometric_mask set them to 0 outside the bounds (MIS); none: off. The
             weight of a sequence is the product or the geometric mean of its tokens' weights.
-        is_gate: quantity that is_clip_max bounds in a mask: ratio (the weight), or the divergence
-            of sampler and trainer on {sampled token, rest}: binary_kl (nats) or tv (change of
-            probability), summed over a sequence or averaged (geometric_mask).
+        is_gate: quantity that is_clip_max bounds in a mask: ratio (the weight), binary_kl or tv.
+            The last two are divergences of sampler and trainer, as if each token were the sampled
+            one or another: in nats, or a change of probability. sequence_mask takes their sum over
+            the sequence, geometric_mask their mean.
         is_clip_max: upper bound of the quantity that is_gate names; None: no bound.
         is_clip_min: lower bound of the weight, with is_gate ratio only; None: no bound.
         off_policy_threshold: drop sequences with a negative advantage whose mean of log p_sampler -
