@@ -18,8 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import demo_model
-import torch
+from demo_model import MODEL, resolved
 
 from grpo_kernels import Support
 from grpo_kernels.training import (
@@ -101,6 +100,8 @@ class WithCalculator:
 
 def joined(one: Completion, result: list[int], more: Completion) -> Completion:
     """A completion with a result and what was sampled after it."""
+    import torch  # after demo_model, which says how torch's threads wait
+
     assert one.sampled is not None
     ids = [*one.token_ids, *result, *more.token_ids]
     sampled = [*one.sampled, *[False] * len(result), *[True] * len(more.token_ids)]
@@ -115,11 +116,10 @@ def joined(one: Completion, result: list[int], more: Completion) -> Completion:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    config = demo_model.resolved(parse_config(
-        argv, model=demo_model.MODEL, output="runs/tool-use", dataset="products",
-        rewards=["answer"], steps=12, stop=["</answer>"], prompts_per_step=4, num_generations=8,
-        max_completion_length=48, micro_batch_size=32, learning_rate=5e-6, train_size=400,
-        eval_size=100, save_model=False,
+    config = resolved(parse_config(
+        argv, model=MODEL, output="runs/tool-use", dataset="products", rewards=["answer"], steps=12,
+        stop=["</answer>"], prompts_per_step=4, num_generations=8, max_completion_length=48,
+        micro_batch_size=32, learning_rate=5e-6, train_size=400, eval_size=100, save_model=False,
     ).in_new_folder())  # fmt: skip
     trainer = Trainer(config, *load_model(config), *products(config))
     trainer.rollout = WithCalculator(trainer.rollout, trainer.tokenizer)

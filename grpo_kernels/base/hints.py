@@ -129,8 +129,11 @@ ELSEWHERE = {
 # Arguments of calls.
 ARGUMENTS = {
     "attention_mask": "mask",
+    "completion_ids": "token_ids",
     "completion_mask": "mask",
+    "eos_token_id": "end_ids",
     "final_logit_softcapping": "softcap",
+    "group_size": "groups",
     "hidden_states": "hidden",
     "index": "targets",
     "inference_logprobs": "sampling_logps",
@@ -144,6 +147,7 @@ ARGUMENTS = {
     "logit_softcapping": "softcap",
     "logits_softcap": "softcap",
     "loss_mask": "mask",
+    "num_generations": "groups",
     "num_items_in_batch": "num_items",
     "old_log_prob": "old_logps",
     "old_log_probs": "old_logps",

@@ -22,7 +22,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..base.checks import FLOATS, INTEGERS, as_number, check_choice, check_number, check_tensor
+from ..base.checks import (
+    FLOATS,
+    INTEGERS,
+    as_number,
+    check_choice,
+    check_number,
+    check_tensor,
+    names_are_answered,
+)
 from ..base.sequences import widened
 from .config import KL_ESTIMATORS
 from .objective import kl_estimate
@@ -31,6 +39,7 @@ SCALES = ("group", "batch", "none")
 REWARD_AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
+@names_are_answered
 def group_advantages(
     rewards: Tensor,
     groups: int | Tensor,
