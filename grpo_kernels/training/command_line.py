@@ -70,7 +70,7 @@ ELSEWHERE = {
     "precision": "Set dtype: mixed, fp32 or bf16.",
     "per_device_train_batch_size": "Set micro_batch_size, in completions: it changes memory, not "
     "gradients.",
-    "ref_model_mixup_alpha": "Set ref_mixup_alpha; its default is 1.0.",
+    "ref_model_mixup_alpha": "Leave it out: an updated reference is a copy of the policy.",
     "ref_model_sync_steps": "Set sync_ref_every, in steps, not updates.",
     "report_to": "Set trackers.",
     "resume_from_checkpoint": "Set resume: the run in output continues from its last checkpoint.",
