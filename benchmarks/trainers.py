@@ -15,12 +15,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from benchmarks.measure import new_result, parser_of, spread, write_json
-from examples.demo_model import MODEL, model_path, resolved, upper_half
+from examples.demo_model import MODEL, freeze_lower_half, model_path, resolved
 from grpo_kernels.training import (
     Trainer,
     TrainingConfig,
@@ -35,7 +35,7 @@ TASKS: dict[str, list[str]] = {
     "gsm_symbolic": [
         "--dataset", "examples.problems:gsm_symbolic", "--rewards", "answer", "format",
         "--beta", "0", "--max_completion_length", "128", "--micro_batch_size", "8",
-        "--trainable", ".", "--learning_rate", "1e-5",
+        "--learning_rate", "1e-5",
     ],
 }  # fmt: skip
 
@@ -48,8 +48,15 @@ def additions(argv: Sequence[str]) -> TrainingConfig:
         max_completion_length=16, eval_size=27, micro_batch_size=32, learning_rate=2e-5, beta=0.01,
         save_model=False,
     )  # fmt: skip
-    config = resolved(config)
-    return replace(config, trainable=config.trainable or upper_half(config.model))
+    return resolved(config)
+
+
+def loaded(task: str, config: TrainingConfig) -> tuple[Any, Any]:
+    """The model and its tokenizer; of the additions' model the upper half is trained."""
+    model, tokenizer = load_model(config)
+    if task == "additions":
+        freeze_lower_half(model)
+    return model, tokenizer
 
 
 def config_of(task: str, steps: int, output: str, options: Sequence[str] = ()) -> TrainingConfig:
@@ -73,7 +80,7 @@ def ours(task: str, steps: int, options: Sequence[str] = ()) -> list[dict[str, f
 
     with tempfile.TemporaryDirectory() as output:
         config = config_of(task, steps, output, options)
-        Trainer(config, *load_model(config), *load_problems(config)).train(on_step)
+        Trainer(config, *loaded(task, config), *load_problems(config)).train(on_step)
     return rows[1:]
 
 
@@ -102,7 +109,7 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
 
     with tempfile.TemporaryDirectory() as output:
         config = config_of(task, steps, output)
-        model, tokenizer = load_model(config)
+        model, tokenizer = loaded(task, config)
         problems, _ = load_problems(config)
         num_prompts = config.prompts_per_step * steps
         order = [place_of(turn, len(problems), config.seed) for turn in range(num_prompts)]

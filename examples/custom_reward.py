@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from demo_model import MODEL, resolved
+from demo_model import MODEL, load, resolved
 
-from grpo_kernels.training import Trainer, load_model, parse_config
+from grpo_kernels.training import Trainer, parse_config
 
 QUESTIONS = {
     "What is the capital of France?": "Paris",
@@ -56,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
         for i, (question, answer) in enumerate(QUESTIONS.items())
     ]
     functions = {"brief": brief, "full_stop": full_stop}
+    model, tokenizer = load(config)
     return Trainer(
-        config, *load_model(config), problems, problems, rewards=functions, is_correct=contains
+        config, model, tokenizer, problems, problems, rewards=functions, is_correct=contains
     ).train()
 
 

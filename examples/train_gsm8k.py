@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo_model import MODEL, resolved
+from demo_model import MODEL, load, resolved
 
-from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_problems, parse_config
+from grpo_kernels.training import Trainer, TrainingConfig, load_problems, parse_config
 from grpo_kernels.training.problems.rewards import check_rewards, resolve_rewards
 
 # For a model of 135M parameters on two CPU cores (docs/training.md).
@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     rewards = resolve_rewards(config.rewards)
     train, held_out = load_problems(config)
     check_rewards(rewards, train, "train")
-    return Trainer(config, *load_model(config), train, held_out).train()
+    model, tokenizer = load(config)
+    return Trainer(config, model, tokenizer, train, held_out).train()
 
 
 if __name__ == "__main__":

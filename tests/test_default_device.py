@@ -171,7 +171,7 @@ def by_liger(folder):
 def of_the_trainer(folder):
     batch = Batch.from_rows([[3, 4], [5]], [0, 1], [[6], [7, 8]], 0)
     completions = [SimpleNamespace(sampled_flags=[True], ended=x) for x in (True, False)]
-    mask = samples.completion_mask(completions, True)
+    mask = samples.loss_mask(completions, True)
     rewards = BATCH.advantages[:, None].double().repeat(1, 2)
     padded = samples.per_token([[0.5], None], mask)
     tensors = [x for x in vars(batch).values() if x is not None]

@@ -6,19 +6,17 @@ import os
 import resource
 import signal
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from accelerate import Accelerator
 from tokenizers import normalizers
 
 from grpo_kernels.head.lm_head import Support
 from grpo_kernels.training import Completion, load_model
-from grpo_kernels.training.loading import set_trainable
 from grpo_kernels.training.problems.rewards import RewardError, RewardFunction, reward_table
 from grpo_kernels.training.run import checkpoint, logs
 from grpo_kernels.training.run.interruptions import BadUpdates, Preempted, StepError
@@ -30,6 +28,7 @@ from tests.helpers.trainer_runs import (
     FakeRollout,
     assert_same_weights,
     config_of,
+    freeze_all_but,
     noise,
     rows_of,
     trainer_with,
@@ -103,7 +102,7 @@ def test_who_fails_is_told_and_leaves_a_checkpoint(who, error, message, make):
     named = "" if who in options else who.partition("'")[0]
     with pytest.raises(StepError, match=f"{named}.*{message}"):
         trainer.train()
-    assert checkpoint.latest(trainer.config.folder).name == "step-000001"
+    assert checkpoint.latest(trainer.config.folder).name == "step-000001.pt"
 
 
 def test_an_evaluation_that_failed_is_made_up_for_once(make):
@@ -240,33 +239,65 @@ def test_a_foreign_checkpoint_runs_no_code(make, tmp_path):
     """A file that a pickle would open is not opened."""
     options = STEPS | {"steps": 1, "beta": 0.1, "sync_ref_every": 1}
     last, made = checkpoint.latest(make(**options).train()), tmp_path / "made"
-    names = {path.name for path in last.iterdir()} - {"state.json"}
-    assert names == {"trained.pt", "reference.pt", "optimizer.bin", "random_states_0.pkl"}
-    for name in names:
-        own = (last / name).read_bytes()
-        torch.save({"model": Opens(made)}, last / name)
-        with suppress(Exception):
-            make(resume=True, **options).train()
+    saved = torch.load(last, weights_only=True)
+    assert saved.keys() == {"state", "trained", "optimizer", "reference"}
+    for name in saved:
+        torch.save({**saved, name: Opens(made)}, last)
+        with pytest.raises(ValueError, match=rf"resume: expected a checkpoint of .*{last.name} \("):
+            make(resume=True, **options)
         assert not made.exists(), name
-        (last / name).write_bytes(own)
 
 
-def test_what_is_half_written_or_half_deleted_is_no_checkpoint(make):
-    trainer = make(save_every=1, trainable=r"layers\.1\.")
-    folder = trainer.config.folder
-    left = folder / "checkpoints" / ".step-000000.gone"
-    left.mkdir(parents=True)
-    whole = checkpoint.latest(trainer.train())
-    assert whole.name == "step-000002" and not left.exists()
-    for name in ("step-000009", ".step-000010.tmp"):
-        (whole.parent / name).mkdir()
+def test_what_is_half_written_or_foreign_is_no_checkpoint(make):
+    folder = make().config.folder
+    model, tokenizer = load_model(make().config)
+    freeze_all_but(model, "layers.1.")
+    left = folder / "checkpoints" / "step-000000.tmp"
+    left.parent.mkdir(parents=True)
+    left.touch()  # by a kill
+    whole = checkpoint.latest(make(model, tokenizer, save_every=1).train())
+    assert whole.name == "step-000002.pt" and not left.exists()
+    (whole.parent / "step-last.pt").touch()
+    (whole.parent / "step-000010.tmp").write_bytes(whole.read_bytes()[:-100])
     assert checkpoint.latest(folder) == whole
-    whole.rename(whole.with_name(f".{whole.name}.before"))  # a kill while it was replaced
-    assert checkpoint.latest(folder) == whole and whole.exists()
     # Frozen weights are in none.
-    saved = torch.load(whole / "trained.pt", weights_only=True)
+    saved = checkpoint.tensors_of(whole)["trained"]
     assert saved and all("layers.1." in name for name in saved)
     assert not list(folder.rglob("model.safetensors"))
+    # It was cut off by something else, a copy that ended early, say.
+    whole.write_bytes(whole.read_bytes()[:-100])
+    with pytest.raises(
+        ValueError, match=r"got .*step-000002\.pt .*Delete it to go on from the one"
+    ):
+        make(resume=True)
+
+
+def test_a_scaler_goes_on(make):
+    """And where a checkpoint has none, one begins."""
+    trainer, scalers = make(steps=1, save_every=1), []
+    trainer.run.changing.parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for steps in (1, 2, 3):
+        trainer = trainer if steps == 1 else make(steps=steps, save_every=1, resume=True)
+        if steps == 3:
+            last = checkpoint.latest(trainer.config.folder)
+            saved = torch.load(last, weights_only=True)
+            assert saved.pop("scaler")["scale"] == 8.0
+            torch.save(saved, last)
+        if steps > 1:
+            scalers.append(torch.amp.GradScaler("cpu", init_scale=2.0))
+            trainer.run.changing.parts["scaler"] = scalers[-1]
+        trainer.train()
+    assert [scaler.get_scale() for scaler in scalers] == [8.0, 2.0]
+
+
+def test_checkpoints_of_an_earlier_form_are_refused(make):
+    state = make().config.folder / "checkpoints" / "step-000003" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text('{"step": 3}')
+    for resume in (True, False):
+        with pytest.raises(ValueError, match=r"output: .*step-000003 is a checkpoint of an ear"):
+            make(resume=resume)
+    assert state.exists()
 
 
 HAS_ONE = r"output: .*/t has a run already"
@@ -280,14 +311,14 @@ def test_a_run_is_not_replaced_and_not_mixed(make, capsys):
             begin()
     assert config.in_new_folder().folder == folder.with_name("t-2")
     before = (folder / "config.json").read_text()
-    changed = replace(config, resume=True, trainable="layers", model="not there")
-    with pytest.raises(ValueError, match=r"model: was .*; trainable: was None, is 'layers'"):
+    changed = replace(config, resume=True, lora_rank=2, model="not there")
+    with pytest.raises(ValueError, match=r"model: was .*; lora_rank: was 0, is 2"):
         load_model(changed)
     assert (folder / "config.json").read_text() == before
-    state = checkpoint.latest(folder) / "state.json"
-    known = json.loads(state.read_text())
+    last = checkpoint.latest(folder)
+    known = checkpoint.state_of(last)
     known["config"]["precision"] = "no"  # an option that is gone
-    state.write_text(json.dumps(known))
+    torch.save({"state": json.dumps(known), **checkpoint.tensors_of(last)}, last)
     make(resume=True, steps=3).train()
     assert steps_of(folder / "metrics.jsonl") == [1, 2, 3]
     assert "no longer exist are left out: precision='no'" in capsys.readouterr().out
@@ -334,7 +365,7 @@ def test_a_run_goes_on_with_the_options_of_its_checkpoint(options, message):
 
 def test_a_schedule_and_the_number_of_processes_stay():
     config = config_of("m", "runs", schedule="linear")
-    state = {"config": config.as_json(), "processes": 1, "fingerprint": {}}
+    state = {"config": config.as_json(), "processes": 1, "inputs": {}}
     with pytest.raises(ValueError, match="steps: expected 2 as before, because schedule='linear'"):
         checkpoint.check_options(state, replace(config, steps=4))
     with pytest.raises(ValueError, match=r"resume: expected as many .*, 1; got 2"):
@@ -348,24 +379,25 @@ def sums(count, tags=(0, 8)):
 
 
 SUMS, ANSWER = sums(8), {"answer": 11}
-FROZEN = {"trainable": r"layers\.1\."}
 REFERENCE = {"beta": 0.1, "ref_model": "reference"}
-MODEL, OTHER, TOKENS = "weights of the model", "weights of the reference", "tokens of the prompts"
+PROBLEMS, TOKENS = "problems", "tokens of the prompts"
+TRAINED, WEIGHTS = "trained parameters", "weights that are not trained"
 # A run's options, what is not as it was when it goes on, and what the message names.
 CHANGES = {
     "sets in another order": ({}, {"train": sums(6, tags=(8, 0))}, []),
-    "fewer problems": ({}, {"train": SUMS[:5], "held_out": SUMS[5:]}, ["train", "held_out"]),
-    "another answer": ({}, {"train": [*SUMS[:5], {**SUMS[5], **ANSWER}]}, ["train"]),
-    "another order": ({}, {"train": SUMS[5::-1]}, ["train", TOKENS]),
-    "another order of evaluations": ({}, {"held_out": SUMS[7:5:-1]}, ["held_out", TOKENS]),
+    "fewer problems": ({}, {"train": SUMS[:5], "held_out": SUMS[5:]}, [PROBLEMS]),
+    "another answer": ({}, {"train": [*SUMS[:5], {**SUMS[5], **ANSWER}]}, [PROBLEMS]),
+    "another order": ({}, {"train": SUMS[5::-1]}, [PROBLEMS, TOKENS]),
+    "another order of evaluations": ({}, {"held_out": SUMS[7:5:-1]}, [PROBLEMS, TOKENS]),
     "another tokenizer": ({}, {"minus": True}, [TOKENS]),
-    "another buffer": ({}, {"buffer": 1.5}, [MODEL]),
+    "another buffer": ({}, {"buffer": 1.5}, [WEIGHTS]),
     # The checkpoint has weights that are trained, but not those of a copy from the beginning.
     "trained weights": ({}, {"factor": 1.5}, []),
-    "frozen weights": (FROZEN, {"factor": 1.5}, [MODEL]),
-    "weights and their copy": ({"beta": 0.1}, {"factor": 1.5}, [MODEL]),
+    "frozen weights": ({}, {"factor": 1.5, "trained": ("layers.1.",) * 2}, [WEIGHTS]),
+    "other frozen weights": ({}, {"trained": ("layers.1.", "layers.")}, [TRAINED, WEIGHTS]),
+    "weights and their copy": ({"beta": 0.1}, {"factor": 1.5}, [WEIGHTS]),
     "trained weights, and a reference": (REFERENCE, {"factor": 1.5}, []),
-    "weights of the reference": (REFERENCE, {"reference": 1.5}, [OTHER]),
+    "weights of the reference": (REFERENCE, {"reference": 1.5}, [WEIGHTS]),
 }
 
 
@@ -375,7 +407,7 @@ def test_a_run_goes_on_with_the_inputs_of_its_checkpoint(name, make, tmp_path, m
     options, change, names = CHANGES[name]
 
     def begin(steps, train=SUMS[:6], held_out=SUMS[6:], minus=False, buffer=1.0, factor=1.0,
-              reference=1.0):  # fmt: skip
+              reference=1.0, trained=""):  # fmt: skip
         model, other, tokenizer = make_model("llama"), make_model("llama"), make_tokenizer()
         with torch.no_grad():
             model.model.norm.weight.mul_(factor)
@@ -384,15 +416,16 @@ def test_a_run_goes_on_with_the_inputs_of_its_checkpoint(name, make, tmp_path, m
         other.save_pretrained("reference")
         if minus:
             tokenizer.backend_tokenizer.normalizer = normalizers.Replace("+", "-")
-        model = set_trainable(model, config_of("m", "runs", **options))
+        freeze_all_but(model, trained)
         more = {"steps": steps, "resume": True, "problems": (train, held_out)}
         return make(model, tokenizer, **more, **options).train()
 
-    begin(1)
+    before, after = change.get("trained", ("", ""))
+    begin(1, trained=before)
     parts = [f"{name}: was .*sha256 [0-9a-f]{{12}}, is .*sha256 [0-9a-f]{{12}}" for name in names]
     message = f"problems or models {CHANGED}{'; '.join(parts)}$"
     with pytest.raises(ValueError, match=message) if names else nullcontext():
-        begin(2, **change)
+        begin(2, **change | {"trained": after})
     assert len(rows_of(tmp_path / "t")) == 2 - bool(names)
 
 
@@ -400,20 +433,20 @@ def test_a_run_goes_on_with_the_inputs_of_its_checkpoint(name, make, tmp_path, m
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(make, monkeypatch, capsys):
-    original, calls = Accelerator.save_state, []
+    original, calls = torch.save, []
 
-    def full(self, folder, **options):
-        calls.append(folder)
+    def full(saved, file):
+        calls.append(file)
         if len(calls) == 2:
-            Path(folder, "half").write_text("x")
+            file.write(b"x")
             raise OSError(28, "No space left on device")
-        return original(self, folder, **options)
+        return original(saved, file)
 
-    monkeypatch.setattr(Accelerator, "save_state", full)
+    monkeypatch.setattr(torch, "save", full)
     folder = make(steps=3, save_every=1).train()
     assert len(calls) == 3 and "no checkpoint of step 2 (OSError" in capsys.readouterr().out
     names = sorted(p.name for p in (folder / "checkpoints").iterdir())
-    assert names == ["step-000001", "step-000003"] and len(rows_of(folder)) == 3
+    assert names == ["step-000001.pt", "step-000003.pt"] and len(rows_of(folder)) == 3
 
 
 def test_half_a_row_is_taken_back(tmp_path):

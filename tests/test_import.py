@@ -147,7 +147,7 @@ def test_the_trainer_steps_without_triton_and_posix(tmp_path):
     code = ELSEWHERE.format(imports=f"import {PEERS}, trl.trainer.grpo_trainer")
     python(code + TRAINER_ELSEWHERE, str(tmp_path))
     (page,) = tmp_path.glob("*/report.html")
-    assert (page.parent / "checkpoints" / "step-000001" / "state.json").is_file()
+    assert (page.parent / "checkpoints" / "step-000001.pt").is_file()
 
 
 # Words that need a heading, or the sentence before, as their subject.
@@ -188,25 +188,26 @@ def part_of(module):
     return module.split(".")[0]
 
 
-def allowed_imports():
+def allowed_imports(heading="Parts"):
     """Part to the parts, and single modules, that it may import: the table of docs/design.md."""
-    section = (ROOT / "docs" / "design.md").read_text().split("## Parts\n")[1].split("\n## ")[0]
+    text = (ROOT / "docs" / "design.md").read_text()
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     cells = [[re.findall("`(.*?)`", cell) for cell in row] for row in rows]
     return {part: {part, *allowed} for (part,), _, allowed in cells}
 
 
-def imports_of(module):
+def imports_of(module, *, types=False):
     """Modules of this package that a module imports, and packages from outside.
 
-    Imports for type checkers alone are left out.
+    `types`: those for type checkers alone, too.
     """
     path, ours, others = FILES[module], set(), set()
     tree = ast.parse(path.read_text())
     for_types = {
         node
         for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        if not types and isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
         for node in ast.walk(block)
     }
     parent = ".".join(("grpo_kernels", *path.relative_to(PACKAGE).parts[:-1]))
@@ -239,6 +240,18 @@ def test_imports_what_its_part_may(module):
         assert others <= known
 
 
+IN_ROOMS = [module for module in FILES if re.match(r"training\.\w+\.", module)]
+
+
+@pytest.mark.parametrize("module", IN_ROOMS)
+def test_imports_what_its_room_of_the_trainer_may(module):
+    """Also for type checkers alone, and inside of functions."""
+    allowed = allowed_imports("Rooms of the trainer")[module.split(".")[1]]
+    ours, _ = imports_of(module, types=True)
+    inside = {x.removeprefix("training.") for x in ours if part_of(x) == "training"}
+    assert [x for x in sorted(inside) if not {x, x.split(".")[0]} & allowed] == []
+
+
 def test_loss_and_head_never_import_each_other():
     """Nor is it written in the table that they may."""
     allowed = allowed_imports()
@@ -246,9 +259,11 @@ def test_loss_and_head_never_import_each_other():
     assert not (allowed["base"] | allowed["kernels"]) & {"loss", "head"}
 
 
-def test_no_module_imports_itself_by_way_of_others():
-    """At the head of its file or inside of a function."""
-    imported = {module: imports_of(module)[0] for module in FILES}
+@pytest.mark.parametrize("part", ("", "training"))
+def test_no_module_imports_itself_by_way_of_others(part):
+    """At the head of its file or inside of a function; in the trainer also for type checkers."""
+    modules = [module for module in FILES if module.startswith(part)]
+    imported = {module: imports_of(module, types=bool(part))[0] for module in modules}
     while leaves := {name for name, needs in imported.items() if not needs & set(imported)}:
         imported = {name: needs for name, needs in imported.items() if name not in leaves}
     assert not imported, f"in or behind a circle: {sorted(imported)}"

@@ -52,7 +52,6 @@ def test_the_prediction_follows_the_options():
     base = predicted()
     assert predicted(lora_rank=4).gradients < base.gradients / 4
     assert predicted(beta=0.1).reference == base.weights and base.reference == 0
-    assert predicted(trainable=r"layers\.1").gradients < base.gradients
     assert predicted(dtype="bf16").weights == base.weights / 2
     recomputed = predicted(gradient_checkpointing=True).activations
     # All of one layer, and the input of each.
@@ -93,8 +92,6 @@ def test_the_flops_of_a_step_are_those_of_its_gemms():
     assert predicted(micro_batch_size=8)["layers"] == 2 * 3 * forward * 2 / 3
     assert predicted(lora_rank=2, beta=0.1)["scores of the reference"] > 0  # without adapters
     assert predicted(off_policy_threshold=1.0)["head"] == 4 * logits  # two passes
-    frozen = predicted(trainable=r"layers\.\d+\.mlp")
-    assert frozen["head"] == 2 * logits and 2 * forward < frozen["layers"] < 3 * forward
     recomputed, stored = (
         predicted(gradient_checkpointing=x, share_prompts=False)["layers"] for x in (True, False)
     )

@@ -38,8 +38,8 @@ def gradient_of(trainer, samples, scores, parts):
     return grads, metrics
 
 
-def test_metrics_are_computed_after_the_last_micro_batch(sampled, monkeypatch):
-    """All at once: between forwards a GPU waits for none."""
+def test_metrics_are_computed_once_after_the_last_micro_batch(sampled, monkeypatch):
+    """Between forwards a GPU waits for none."""
     trainer, samples, scores = sampled("", {})
     events = []
     for module, name in (("fused_grpo_loss", "loss_inputs"), ("loss.metrics", "loss_metrics")):
@@ -50,8 +50,8 @@ def test_metrics_are_computed_after_the_last_micro_batch(sampled, monkeypatch):
             lambda *args, f=function, name=name, **how: events.append(name) or f(*args, **how),
         )
     _, metrics = gradient_of(trainer, samples, scores, 2)
-    parts = len(events) // 2
-    assert parts > 1 and events == ["loss_inputs"] * parts + ["loss_metrics"] * parts
+    parts = len(events) - 1
+    assert parts > 1 and events == ["loss_inputs"] * parts + ["loss_metrics"]
     assert metrics["tokens"] > 0
 
 
@@ -148,8 +148,9 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(name, sampled):
     assert_same_grads(grads, expected, 2e-5 if name in ROLLOUTS else 1e-5)
     assert metrics["loss"] == pytest.approx(out.loss.item(), rel=1e-4, abs=1e-6)
     assert metrics["tokens"] == own.sum()
-    if name == "predicted":
-        assert metrics["ce_nll"] == pytest.approx(out.metrics["ce_nll"].item(), rel=1e-4)
+    for key in out.metrics.keys() & metrics.keys():
+        assert metrics[key] == pytest.approx(out.metrics[key].item(), rel=1e-3, abs=1e-4), key
+    assert name != "predicted" or "ce_nll" in metrics
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

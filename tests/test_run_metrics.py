@@ -2,16 +2,13 @@
 
 import math
 import sys
-from dataclasses import dataclass
 
 import psutil  # noqa: F401 - while there is a module `resource`
 import pytest
 import torch
 
-from grpo_kernels import GRPOLossConfig, grpo_loss
-from grpo_kernels.loss.losses import Loss
 from grpo_kernels.training import Metric
-from grpo_kernels.training.run import report
+from grpo_kernels.training.run import ranks, report
 from grpo_kernels.training.run.metrics import Metrics, peak_memory
 from tests.helpers.trainer_runs import noise, rows_of
 
@@ -58,11 +55,10 @@ UNKNOWN = "expected a name that the library does not use; got"
         *((Metric(name), f"{UNKNOWN} '{name}'") for name in (
             "tokens", "reward/a", "reward", "step", "warnings", "sampler_gap_max")),
         (Metric("a", merge="median"), "merge: expected one of mean, max, min, sum for a; got 'med"),
-        (Metric("a", per="step"), "per: expected one of token, completion for a; got 'step'"),
     ),
 )  # fmt: skip
 def test_what_cannot_be_merged_is_refused(metric, message):
-    metrics = Metrics(GRPOLossConfig())
+    metrics = Metrics()
     with pytest.raises(ValueError, match=message):
         metrics.register(metric)
     if metric.name != "a":
@@ -71,43 +67,43 @@ def test_what_cannot_be_merged_is_refused(metric, message):
 
 
 def test_no_name_decides_how_a_metric_is_merged():
-    @dataclass(frozen=True)
-    class Own(Loss):
-        token_local = True
-
-        def per_token(self, tokens):
-            return -tokens.advantages * tokens.logps
-
-        def metrics(self, tokens, ratio):
-            return {name: tokens.logps.abs() for name in ("ce_gap", "gap_max", "gap")}
-
-    logps, advantages = torch.tensor([[-1.0, -2.0], [-6.0, -9.0]]), torch.ones(1)
-    config, mask = GRPOLossConfig(loss_type=Own()), torch.tensor([[1, 1], [1, 0]])
-    parts = [
-        grpo_loss(logps[i : i + 1], advantages, mask[i : i + 1], config=config).metrics
-        for i in range(2)
-    ]
-    metrics = Metrics(config)
+    metrics = Metrics()
     metrics.register(Metric("gap", merge="min"))
-    row = metrics.merge_micro_batches(parts, [1, 1], Alone)
-    assert row["ce_gap"] == row["gap_max"] == pytest.approx(3.0)
-    assert row["gap"] == 1.5
-    # A loss over sequences averages over these.
-    sequences = Metrics(GRPOLossConfig(loss_type="gspo")).merge_micro_batches(parts, [1, 1], Alone)
-    assert sequences["gap_max"] == pytest.approx((1.5 + 6) / 2)
+    updates = [dict.fromkeys(("ce_gap", "gap_max", "gap"), x) for x in (1.0, 3.0)]
+    assert metrics.merge_updates(updates) == {"ce_gap": 2.0, "gap_max": 2.0, "gap": 1.0}
 
 
-def test_ratios_that_are_as_good_as_0_have_no_effective_sample_size():
-    part = {name: torch.tensor(x) for name, x in (("tokens", 4.0), ("ratio_mean", 0.0))}
-    parts = [part | {"ess": torch.tensor(ess)} for ess in (0.25, 0.25)]
-    assert math.isnan(Metrics(GRPOLossConfig()).merge_micro_batches(parts, [1, 1], Alone)["ess"])
+class Others:
+    """Two processes, of which the other one has added two values."""
+
+    num_processes = 2
+
+
+@pytest.mark.parametrize(
+    ("merge", "expected"), (("mean", 3.0), ("max", 7.0), ("min", 1.0), ("sum", 9.0))
+)
+def test_values_of_all_processes_count_alike(merge, expected, monkeypatch):
+    """However many a process has, and also if it has none."""
+    metrics, other = Metrics(), Metrics()
+    for one in (metrics, other):
+        one.register(Metric("a", merge=merge))
+    other.add("a", [1.0])
+    other.add("theirs", [4.0])
+    metrics.add("a", [1.0, 7.0])
+    metrics.add("ours", [math.nan])
+    sent = []
+    monkeypatch.setattr(ranks, "gather_object", lambda x: sent.extend(x) or [*x, *sent[:1]])
+    other.take(Others)
+    monkeypatch.setattr(ranks, "gather_object", lambda x: [*x, *sent])
+    row = metrics.take(Others)
+    assert math.isnan(row.pop("ours")) and row == {"a": expected, "theirs": 4.0}
 
 
 @pytest.mark.parametrize(
     ("merge", "expected"), (("mean", 1.5), ("max", 2.0), ("min", 1.0), ("sum", 3.0))
 )
 def test_nan_is_shown_where_a_loss_has_it_and_left_out_where_it_is_added(merge, expected):
-    metrics = Metrics(GRPOLossConfig())
+    metrics = Metrics()
     metrics.register(Metric("a", merge=merge))
     for values in ([1.0, math.nan, 2.0], [math.nan, 1.0, 2.0]):
         assert math.isnan(metrics.merge_updates([{"a": x} for x in values])["a"])

@@ -91,16 +91,10 @@ class RoundingSampler(GenerateRollout):
 
 
 @pytest.mark.usefixtures("real_memory", "curves")
-@pytest.mark.parametrize(
-    ("ours", "theirs", "advice"),
-    (("fp32", "model", THERE), ("model", "fp32", "use logits_dtype='fp32'"),
-     ("model", "model", None)),
-)  # fmt: skip
-def test_the_trainer_warns_in_its_first_step(ours, theirs, advice, make, capsys):
+@pytest.mark.parametrize(("theirs", "advice"), (("model", "set is_correction to"), ("fp32", None)))
+def test_the_trainer_warns_in_its_first_step(theirs, advice, make, capsys):
     sampler = type("Sampler", (RoundingSampler,), {"logits_dtype": theirs})
-    make(
-        dtype="bf16", logits_dtype=ours, rollout=lambda policy: sampler(policy, make_tokenizer())
-    ).train()  # fmt: skip
+    make(dtype="bf16", rollout=lambda policy: sampler(policy, make_tokenizer())).train()
     printed = capsys.readouterr().out
     assert printed.count("sampler to policy over") == (advice is not None)
     assert advice is None or advice in printed

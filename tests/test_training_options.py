@@ -68,8 +68,6 @@ VALUES = {
     "seed: expected a number from 0 to": {"seed": -1},
     r"seed: expected a number from 0 to 2\^32 - 1; got 4294967296": {"seed": 2**32},
     "minibatches: expected a divisor of prompts_per_step = 4": {"minibatches": 3},
-    "trainable: expected a regular expression": {"trainable": "("},
-    "trainable='x' does not work with lora_rank": {"trainable": "x", "lora_rank": 2},
     "eval_every=2 has no effect without eval_size: set": {"eval_every": 2},
     "prompt_template: expected a text with {question} in it": {"prompt_template": "no place"},
     "kl_estimator='k1' has no effect without beta": {"kl_estimator": "k1"},
@@ -81,7 +79,6 @@ VALUES = {
     # Before the advice to set beta, which leads nowhere.
     "sync_ref_every=3 does not work with lora_rank": {"sync_ref_every": 3, "lora_rank": 2},
     "sync_ref_every=2 does not work with ref_model": {**SYNCED, "ref_model": "m"},
-    "ref_mixup_alpha=0.5 has no effect without sync": {"beta": 0.1, "ref_mixup_alpha": 0.5},
     "entropy_coef=0.1 does not work": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
     "vllm_enable_sleep_mode=True has no effect without": {"vllm_enable_sleep_mode": True},
 }  # fmt: skip
@@ -125,7 +122,6 @@ def test_types_are_checked(option, value, message):
     ("options", "environment", "message"),
     (
         ({"model": "/nowhere"}, {}, r"model: .*nowhere' is not a folder with a model, and not on"),
-        ({"trainable": "nothing"}, {}, "trainable='nothing' matches no parameter"),
         ({"rewards": ["nobody"]}, {}, "rewards: expected some of answer, .*; got 'nobody'"),
         ({"is_correction": "token_mask"}, {}, "is_correction='token_mask' needs log-probs"),
         ({"max_prompt_length": 1}, {}, "max_prompt_length=1: every prompt is longer"),

@@ -88,7 +88,7 @@ def gap(rollout, done):
 )
 def test_log_probs_are_those_of_the_policy_once_it_is_sent(sampling, options, make):
     rollout = make(**options)
-    assert rollout.why_gap == "float32"
+    assert rollout.sampler_dtype == "float32"
     assert "gpu_memory_utilization" not in rollout.llm.options  # on a CPU
     assert gap(rollout, sample(rollout, sampling)) > 0.01
     rollout.update_weights()
@@ -176,7 +176,7 @@ def test_another_engine_is_refused(about, options, message, make, engine):
     with pytest.raises(RolloutError, match=rf"vLLM: expected {message}"):
         make(**options)
     if options:
-        assert make(replay_support=False, **options).why_gap is None
+        assert make(replay_support=False, **options).sampler_dtype is None
 
 
 def test_adapters_that_vllm_cannot_have_are_refused_before_it_starts(make, engine):

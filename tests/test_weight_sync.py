@@ -4,13 +4,13 @@ import copy
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from grpo_kernels.training import Completion
 from grpo_kernels.training.run.checkpoint import latest
+from grpo_kernels.training.run.run import Run
 from grpo_kernels.training.sampling.rollout import RolloutError
 from grpo_kernels.training.step.scoring import GAPS, checked_gap
 from tests.helpers.trainer_runs import (
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 class CopyRollout:
     """Says the log-probs of tokens under a copy of the policy, renewed by `update_weights`."""
 
-    why_gap = "float32"
+    sampler_dtype = "float32"
 
     def __init__(self, policy):
         self.model, self.copy = policy.model, copy.deepcopy(policy.model).requires_grad_(False)
@@ -143,10 +143,10 @@ def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
     assert_same_weights(weights_of(trainer), kept[1])
     with pytest.raises(AssertionError):
         assert_same_weights(kept[0], kept[1])
-    assert latest(config.folder).name == "step-000002"
+    assert latest(config.folder).name == "step-000002.pt"
     # A sampler that does not explain itself is not stopped.
     trainer, rollout = with_copy(config_of(tiny_model, tmp_path, name="u"))
-    rollout.is_stale, rollout.why_gap = True, None
+    rollout.is_stale, rollout.sampler_dtype = True, None
     rows = rows_of(trainer.train())
     assert all(row["sampler_gap_max"] > row["sampler_gap"] > 0.03 for row in rows)
 
@@ -168,6 +168,12 @@ def test_the_gap_is_of_tokens_that_the_policy_sampled(tiny_model, tmp_path):
     assert all(row["sampler_gap_max"] < 1e-4 for row in rows), rows
 
 
+def run_without_gap():
+    run = object.__new__(Run)
+    run.first_gap = None
+    return run
+
+
 @pytest.mark.parametrize(
     ("dtype", "first", "inside", "outside"),
     (
@@ -184,7 +190,7 @@ def test_limits_of_the_gap(dtype, first, inside, outside):
         name = "sampling/sampling_logp_difference"
         return checked_gap({f"{name}/mean": mean, f"{name}/max": 1.25}, dtype, run)
 
-    run = SimpleNamespace(first_gap=None)
+    run = run_without_gap()
     assert gap(first, run) == {"sampler_gap": first, "sampler_gap_max": 1.25}
     assert gap(inside, run)["sampler_gap"] == inside
     with pytest.raises(RolloutError, match=f"by {outside:.2g} on average, 1.2 at most"):
@@ -192,6 +198,6 @@ def test_limits_of_the_gap(dtype, first, inside, outside):
     assert gap(9.0, run, None) and run.first_gap == first
     # That of the first step itself.
     most = GAPS[dtype][1]
-    assert gap(0.99 * most, SimpleNamespace(first_gap=None))
+    assert gap(0.99 * most, run_without_gap())
     with pytest.raises(RolloutError, match=f"explains {most:.2g} "):
-        gap(1.01 * most, SimpleNamespace(first_gap=None))
+        gap(1.01 * most, run_without_gap())

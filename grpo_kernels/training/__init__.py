@@ -12,7 +12,8 @@ try:
     from .problems.data import Problem, problem_of
     from .problems.data import load as load_problems
     from .run.metrics import Metric
-    from .sampling.rollout import Completion, Rollout, SamplingParams
+    from .sampling.completions import Completion, SamplingParams
+    from .sampling.rollout import Rollout
     from .step.samples import Samples
     from .train import Trainer
 except ModuleNotFoundError as error:

@@ -43,8 +43,6 @@ class TrainingConfig(GRPOLossConfig):
     dtype: Literal["mixed", "fp32", "bf16"] = "mixed"
     """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32, GEMMs bf16 on a GPU that has
     it)."""
-    trainable: str | None = None
-    """Regular expression for the names of parameters to train; None: all."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory, more time."""
     lora_rank: int = 0
@@ -123,13 +121,9 @@ class TrainingConfig(GRPOLossConfig):
     ref_model: str | None = None
     """Reference of the KL, named like model; None: the model before training."""
     sync_ref_every: int = 0
-    """Steps between updates of the reference to the policy; 0: never."""
-    ref_mixup_alpha: float = 1.0
-    """Weight of the policy in an updated reference; 1: a copy of the policy (TRL: 0.6)."""
+    """Steps after which the reference becomes a copy of the policy again; 0: never."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the group or of the batch, or not at all."""
-    logits_dtype: Literal["fp32", "model"] = "fp32"
-    """Dtype of logits: fp32, or model (rounded to the model's dtype, as some samplers do)."""
 
     # Updates
     epochs_per_rollout: int = 1
@@ -294,7 +288,6 @@ class TrainingConfig(GRPOLossConfig):
         as_many = not weights or len(weights) == len(rewards)
         finite = as_many and all(map(math.isfinite, weights))
         require("reward_weights", finite, f"a finite number for each of {rewards}")
-        require("trainable", _is_pattern(self.trainable), "a regular expression")
         template = self.prompt_template or "{question}"
         require("prompt_template", "{question}" in template, "a text with {question} in it")
         for name in ("steps", "prompts_per_step", "minibatches", "max_prompt_length",
@@ -311,7 +304,7 @@ class TrainingConfig(GRPOLossConfig):
         require("seed", 0 <= self.seed < 2**32, "a number from 0 to 2^32 - 1")
         for name in ("learning_rate", "max_grad_norm", "lora_alpha", "temperature"):
             require(name, 0 < n[name] < math.inf, "a number > 0")
-        for name in ("ref_mixup_alpha", "top_p", "vllm_gpu_memory_utilization"):
+        for name in ("top_p", "vllm_gpu_memory_utilization"):
             require(name, 0 < n[name] <= 1, "a number in (0, 1]")
         require("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
         require("num_generations", self.num_generations >= 2, "at least 2, to compare completions")
@@ -324,7 +317,6 @@ class TrainingConfig(GRPOLossConfig):
         for needed, is_set, names in (
             ("beta", self.beta, ["kl_estimator", "kl_clamp", "use_bias_correction_kl", "ref_model",
                                  "sync_ref_every"]),
-            ("sync_ref_every", self.sync_ref_every, ["ref_mixup_alpha"]),
             ("lora_rank", self.lora_rank, ["lora_alpha", "lora_target"]),
             ("eval_size", self.eval_size, ["eval_every"]),
             ("rollout vllm", self.rollout == "vllm", vllm_options),
@@ -336,7 +328,6 @@ class TrainingConfig(GRPOLossConfig):
     def _check_together(self) -> None:
         """Refuses options that do not go together."""
         for name, other, is_set, why in (
-            ("trainable", "lora_rank", self.lora_rank, "trains adapters alone"),
             ("sync_ref_every", "lora_rank", self.lora_rank,
              "has the model without adapters as its reference"),
             ("sync_ref_every", "ref_model", self.ref_model, "never changes"),
@@ -401,11 +392,3 @@ def _as_text(value: Any) -> str:
     """The text of a value that JSON does not have, without addresses, which no two runs share."""
     text = str(value) if isinstance(value, Path) else repr(value)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
-
-
-def _is_pattern(text: str | None) -> bool:
-    try:
-        re.compile(text or "")
-    except re.error:
-        return False
-    return True

@@ -184,7 +184,7 @@ class EvaluationConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         # The folder is new, and the model is taken as it is.
-        for name in ("resume", "trainable", "gradient_checkpointing", "lora_rank", "lora_alpha",
+        for name in ("resume", "gradient_checkpointing", "lora_rank", "lora_alpha",
                      "lora_target", "eval_every"):  # fmt: skip
             object.__setattr__(self, name, DEFAULTS[name])
         super().__post_init__()
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("eval_size: expected at least one problem to answer; got none")
     policy = Policy.from_config(model.to(accelerator.device).eval(), config)
     rollout = make_rollout(config, policy, tokenizer, accelerator)
-    sampler = Sampler(rollout, model, encode, config, accelerator)
+    sampler = Sampler(rollout, model, tokenizer, encode, config, accelerator)
 
     def ask(count: int) -> Evaluation:
         set_seed(config.seed, device_specific=True)

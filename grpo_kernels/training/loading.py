@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,8 +17,10 @@ from ..integrations.hf_head import check_logits
 from .config import DTYPES, TrainingConfig, split_revision
 from .problems.data import why_not_downloaded
 from .run import checkpoint, ranks
-from .sampling.rollout import GenerateRollout, Rollout, vocabulary_of
+from .sampling.completions import check_has_logps, vocabulary_of
+from .sampling.rollout import GenerateRollout, Rollout
 from .step.policy import Policy, without_dropout
+from .step.reference_model import check_tokens
 
 
 def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
@@ -45,13 +46,17 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
     return set_trainable(model, config), tokenizer
 
 
-def load_reference(config: TrainingConfig) -> Any:
-    """Loads the model that `ref_model` names, in the dtype of the policy.
+def load_reference(config: TrainingConfig, tokenizer: Any) -> Any:
+    """Loads the model that `ref_model` names, in the dtype of the policy; None if it names none.
 
     Raises:
         OSError: there is no such model, or the hub was not reached.
+        ValueError: it has other tokens than the policy's tokenizer.
     """
-    return _pretrained("ref_model", str(config.ref_model), config)
+    if config.ref_model is None:
+        return None
+    check_tokens(config.ref_model, tokenizer)
+    return _pretrained("ref_model", config.ref_model, config)
 
 
 def _pretrained(option: str, model: str, config: TrainingConfig) -> Any:
@@ -75,18 +80,9 @@ def explain_missing_model(model: str, option: str = "model") -> Iterator[None]:
 
 
 def set_trainable(model: Any, config: TrainingConfig) -> nn.Module:
-    """Adds adapters if there are to be any, and freezes what is not trained."""
+    """Adds adapters if there are to be any, which freezes the rest."""
     if config.lora_rank:
         model = _with_adapters(model, config)
-    elif config.trainable is not None:
-        names = [name for name, _ in model.named_parameters()]
-        trained = {name for name in names if re.search(config.trainable, name)}
-        if not trained:
-            raise ValueError(
-                f"trainable={config.trainable!r} matches no parameter; one is {names[-1]}"
-            )
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in trained)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.lora_rank:
@@ -165,15 +161,6 @@ def check_host(config: TrainingConfig, on_cpu: bool) -> None:
         raise ImportError(
             "rollout: vllm is not installed: pip install 'grpo_kernels[vllm]' for a GPU; for a "
             "CPU, nox -s vllm in a checkout"
-        )
-
-
-def check_has_logps(config: TrainingConfig, has_logps: bool) -> None:
-    """Refuses a correction by log-probs that the rollout does not report."""
-    if config.is_correction != "none" and not has_logps:
-        raise ValueError(
-            f"is_correction={config.is_correction!r} needs log-probs of the sampler, and this "
-            "rollout returns none: set is_correction to none"
         )
 
 

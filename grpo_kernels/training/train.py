@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-import torch
 from accelerate.utils import set_seed
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base.memory import ran_out_of_memory
 from ..integrations.private import forget_forward
 from .config import TrainingConfig
 from .evaluate import evaluate
-from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
+from .loading import (
+    check_folder,
+    check_rollout,
+    load_reference,
+    make_rollout,
+    prepared,
+    set_pad_token,
+)
 from .problems.answers import is_correct as answer_is_correct
 from .problems.data import Problem
 from .problems.prompts import PromptEncoder, short_enough
-from .problems.rewards import Reward, check_rewards, resolve_rewards
+from .problems.rewards import Reward, check_rewards, judge, resolve_rewards, weighted_sum
 from .run import checkpoint, logs, ranks
-from .run.interruptions import BadUpdates, OutOfMemory, Preempted, StepError
-from .run.metrics import Clock, step_row
+from .run.interruptions import OutOfMemory, Preempted, StepError
+from .run.metrics import Clock
 from .run.observers import introduction, print_above
 from .run.run import Run, place_of
+from .sampling.completions import Completion
 from .sampling.rollout import Rollout, Sampler
 from .step.explanations import Explanations
-from .step.micro_batches import Size, equal_parts
+from .step.gradients import add_gradients
+from .step.micro_batches import equal_parts
 from .step.reference_model import ReferenceModel
-from .step.samples import Samples, Scores, Update, loss_options, samples_of
-from .step.scoring import Scorer, checked_gap
+from .step.row import step_row
+from .step.samples import Samples, Scores, Update, samples_of
+from .step.scoring import Scorer
 
 _T = TypeVar("_T")
 OnStep = Callable[[dict[str, Any], Samples], object]
-# Updates in a row without a finite gradient, after which the run ends.
-MOST_BAD = 10
 
 
 class Trainer:
@@ -47,7 +53,8 @@ class Trainer:
 
     Args:
         config: every number and name of the run.
-        model: a transformers or PEFT model; parameters that require a gradient are trained.
+        model: a transformers or PEFT model; parameters that require a gradient are trained, and
+            others are frozen.
         tokenizer: the model's.
         train: problems, dicts with a `prompt` (a string, or a chat's messages) and the columns that
             the reward functions want.
@@ -95,26 +102,30 @@ class Trainer:
             short_enough(problems, encode, config.max_prompt_length, say)
             for problems in (train, held_out)
         )
-        self.reference = (
-            ReferenceModel(accelerator, model, tokenizer, config) if config.beta else None
-        )
-        weights = {"weights of the model": (model, False)}
-        if self.reference is not None:
-            weights |= self.reference.weights(model)
-        fingerprint = checkpoint.fingerprint(self.train_problems, self.held_out, tokenizer, weights)
-        self.run = Run(config, accelerator, fingerprint)
-        self.metrics = self.run.metrics
+        self.reference: ReferenceModel | None = None
+        if config.beta:
+            other = load_reference(config, tokenizer)
+            self.reference = ReferenceModel(accelerator, model, other, config)
         self.policy, self.optimizer = prepared(
             model, config, accelerator, encode(self.train_problems[0])
         )
+        inputs = checkpoint.inputs_of(
+            self.train_problems, self.held_out, tokenizer, model,
+            whole=[] if self.reference is None else self.reference.origin,
+        )  # fmt: skip
+        changing = checkpoint.Changing(
+            accelerator.unwrap_model(self.policy), optimizer=self.optimizer,
+            reference=self.reference if config.sync_ref_every else None, scaler=accelerator.scaler,
+        )  # fmt: skip
+        self.run = Run(config, accelerator, inputs, changing)
+        self.metrics = self.run.metrics
         self.sampler = Sampler(
             rollout(self.policy) if rollout is not None
             else make_rollout(config, self.policy, tokenizer, accelerator),
-            model, encode, config, accelerator,
+            model, tokenizer, encode, config, accelerator,
         )  # fmt: skip
         self.scorer = Scorer(self.policy, self.reference, self.run, tokenizer.pad_token_id)
         self.explanations = Explanations(config, tokenizer)
-        checkpoint.weights_that_move(accelerator, self.reference if config.sync_ref_every else None)
 
     @property
     def rollout(self) -> Rollout:
@@ -141,22 +152,21 @@ class Trainer:
             if run.step == 0 or not run.evaluated:
                 self._evaluate()
                 if run.step:  # due before, and not to be made again
-                    run.save(self.policy)
+                    run.save()
                 run.interruptions.check()
             while run.step < config.steps:
-                run.trained = run.step
+                run.begin_step()
                 try:
-                    run.step += 1
                     improved = self._step(on_step)
                     last = run.step == config.steps
                     run.interruptions.check(may_stop=not last)
                 except BaseException as error:
                     if isinstance(error, (StepError, Preempted)) or ran_out_of_memory(error):
                         self._drop_gradients()
-                        run.stop(error, self.policy)
+                        run.stop(error)
                     raise
                 if improved or last or _every(config.save_every, run.step):
-                    run.save(self.policy)
+                    run.save()
             if config.save_model:
                 folder = config.folder / "model"
                 checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, folder)
@@ -172,7 +182,7 @@ class Trainer:
         )
         if self.reference is not None and _every(config.sync_ref_every, run.step):
             self.reference.sync(self.policy)
-        run.trained, run.within_step = run.step, False
+        run.end_updates()
         run.evaluated = not (run.step == config.steps or _every(config.eval_every, run.step))
         run.write_step(row, samples)
         if on_step is not None and self.accelerator.num_processes == 1:
@@ -200,8 +210,7 @@ class Trainer:
                 record_support=config.records_support,
             )  # fmt: skip
         with clock("reward"):
-            judge = self.is_correct if self.has_answers else None
-            samples = samples_of(local, completions, sampler, self.rewards, judge)
+            samples = self.judged(local, completions)
         run.interruptions.check()
         minibatches = equal_parts(len(samples.texts), config.minibatches)
         with clock("score"):
@@ -221,6 +230,19 @@ class Trainer:
             run.look_on("explain", self._explain, why, samples, updates)
         return row, samples
 
+    def judged(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Samples:
+        """Makes samples of this process's completions, with their rewards."""
+        config, copies = self.config, deepcopy(list(problems))  # observers may change what they see
+        judged = judge(
+            self.sampler, self.rewards, self.is_correct if self.has_answers else None,
+            [problem for problem in copies for _ in range(config.num_generations)], completions,
+        )  # fmt: skip
+        total = weighted_sum(judged.rewards, config.reward_weights)
+        return samples_of(
+            copies, [self.sampler.encode(problem) for problem in problems], completions,
+            vars(judged) | {"rewards_total": total}, config, self.accelerator,
+        )  # fmt: skip
+
     def _explain(self, why: str, samples: Samples, updates: Sequence[Update]) -> None:
         # One of several processes is alone here, and cannot score.
         alone = self.accelerator.num_processes == 1
@@ -233,74 +255,26 @@ class Trainer:
         rate = config.learning_rate_at((run.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        update = self._fitting(self._add_gradients, samples, scores, number, rows)
+        update = self._fitting(
+            add_gradients, self.scorer, samples, scores, number, rows, self.sampler.sampler_dtype
+        )
         more = {
             "grad_norm": self._optimizer_step(), "learning_rate": rate,
             "loss": ranks.reduce(self.accelerator, update.loss, fmean),
         }  # fmt: skip
         return replace(update, metrics=update.metrics | more)
 
-    def _add_gradients(
-        self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]
-    ) -> Update:
-        """Adds up the gradients of an update's micro-batches."""
-        accelerator, guard = self.accelerator, self.run.interruptions.guard
-        trained = self.scorer.trainable_rows(samples, rows, first_update=number == 0)
-        plan = self.scorer.plan(samples, trained)
-        full = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
-        zeros = torch.zeros_like(samples.mask, dtype=torch.float32)
-        per_token = {"logps": zeros, "entropy": zeros.clone()}
-        if self.config.loss_config().exact_kl:
-            per_token["kl"] = zeros.clone()
-        losses, parts = list[Tensor](), list[Mapping[str, Tensor]]()
-
-        def forward(part: Sequence[int]) -> Tensor:
-            batch, where = samples.batch(part, self.scorer.pad_id)
-            T, world = batch.attention.shape[1], accelerator.num_processes
-            options = loss_options(samples, scores, part, where, T, full, self.config, world)
-            with accelerator.autocast():
-                out = self.policy(
-                    "loss", batch, samples.advantages[where],
-                    reference=self.scorer.reference_of(batch), **options,
-                )  # fmt: skip
-            losses.append(out.loss.detach())
-            parts.append(out.metrics)
-            for name, values in per_token.items() if part else ():
-                x = getattr(out, name)
-                values[where, : x.shape[1]] = x
-            return out.loss
-
-        for part in plan[:-1]:
-            with accelerator.no_sync(self.policy), guard(may_stop=number == 0):
-                accelerator.backward(forward(part))
-        with guard(may_stop=number == 0):
-            last_loss = forward(plan[-1])
-        completions = [sum(samples.token_counts[i] > 0 for i in part) for part in plan]
-        merged = self.metrics.merge_micro_batches(parts, completions, accelerator)
-        if number == 0:
-            merged |= checked_gap(merged, self.sampler.why_gap, self.run)
-        # Processes wait for each other in it: then nothing can be tried again.
-        with guard() if accelerator.num_processes == 1 else nullcontext():
-            accelerator.backward(last_loss)
-        loss = float(sum(losses))
-        return Update(merged, loss=loss, rows=trained, scores=scores, size=full, **per_token)
-
     def _optimizer_step(self) -> float:
         """Clips the gradient and, if it is finite, steps; returns its norm."""
-        run, trained = self.run, [p for p in self.policy.parameters() if p.requires_grad]
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
         grad_norm = float(self.accelerator.clip_grad_norm_(trained, self.config.max_grad_norm))
-        run.bad_updates += 1
-        if math.isfinite(grad_norm):
-            run.within_step = True
+        if self.run.begin_update(grad_norm):
             self.optimizer.step()
-            run.bad_updates = 0
         self.optimizer.zero_grad()
-        if run.bad_updates >= MOST_BAD:
-            raise BadUpdates(run.bad_updates, checkpoint.latest(self.config.folder))
         return grad_norm
 
     def _fitting(self, work: Callable[..., _T], *args: Any) -> _T:
-        """Does the work, again in smaller micro-batches as long as memory runs out."""
+        """Does the work, in one process again in smaller micro-batches while memory runs out."""
         while True:
             try:
                 return work(*args)
@@ -345,7 +319,6 @@ class Trainer:
         for text in introduction(self.config, self.accelerator, self.policy, *counts):
             run.print_main(text)
         if path is not None:
-            self.accelerator.load_state(str(path))
             self.sampler.weights_changed()
             run.print_main(f"Going on after step {run.step}, from {path}")
         self.accelerator.wait_for_everyone()

@@ -40,9 +40,9 @@ class Faulty:
         self.trainer, self.faults, self.met = trainer, faults, met
         self.draw, self.seconds, self.killer = random.Random(os.getpid()), 1.0, None
         self.own_step, self.own_backward = trainer.train_step, trainer.accelerator.backward
-        self.own_rename, self.own_sync = Path.rename, os.fsync
+        self.own_replace, self.own_sync = Path.replace, os.fsync
         trainer.train_step, trainer.accelerator.backward = self.train_step, self.backward
-        Path.rename = lambda path, target: self.rename(path, target)
+        Path.replace = lambda path, target: self.replace(path, target)
         os.fsync = self.sync
 
     def now(self, kind):
@@ -73,11 +73,11 @@ class Faulty:
             os.kill(os.getpid(), signal.SIGTERM)
         self.own_backward(loss, **options)
 
-    def rename(self, path, target):
-        if not self.now("rename"):
-            return self.own_rename(path, target)
+    def replace(self, path, target):
+        if target.suffix != ".pt" or not self.now("rename"):
+            return self.own_replace(path, target)
         if self.draw.random() < 0.5:
-            self.own_rename(path, target)
+            self.own_replace(path, target)
         return kill()
 
     def sync(self, file):

@@ -12,7 +12,6 @@ from grpo_kernels.head.lm_head import Support
 from grpo_kernels.training import Completion, Trainer, TrainingConfig, load_model, load_problems
 from grpo_kernels.training.run import report
 from grpo_kernels.training.step.micro_batches import equal_parts
-from grpo_kernels.training.step.samples import samples_of
 from tests.helpers.tiny_models import V
 
 
@@ -133,9 +132,15 @@ def first_samples(trainer):
     completions = sampler(
         problems, config.num_generations, config.temperature, record_support=config.records_support
     )
-    samples = samples_of(problems, completions, sampler, trainer.rewards, trainer.is_correct)
+    samples = trainer.judged(problems, completions)
     minibatches = equal_parts(len(samples.texts), config.minibatches)
     return samples, trainer.scorer.score(samples, minibatches)
+
+
+def freeze_all_but(model, part):
+    """Freezes the parameters that have no such part in their name."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part in name)
 
 
 def weights_of(trainer):

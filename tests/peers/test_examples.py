@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from examples import custom_reward, demo_model, tool_use, train_additions, train_gsm8k
 from grpo_kernels.training import parse_config
 from tests.helpers.ranks import ROOT
-from tests.helpers.tiny_models import make_model
+from tests.helpers.tiny_models import make_model, make_tokenizer
 
 SMALL = (
     "--steps", "2", "--prompts_per_step", "2", "--num_generations", "2", "--eval_size", "3",
@@ -91,12 +91,16 @@ def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = demo_model.cache_folder()
     make_model("llama").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     config = parse_config([], model=demo_model.MODEL, dataset="d")
     resolved = demo_model.resolved(config)
     assert resolved.model == str(folder)
-    assert resolved.trainable == demo_model.upper_half(str(folder))
-    assert demo_model.resolved(replace(config, trainable="norm")).trainable == "norm"
-    assert demo_model.resolved(replace(config, lora_rank=2)).trainable is None
+    model, _ = demo_model.load(resolved)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert "model.norm.weight" in trained and len(trained) > 1
+    assert all(x == "model.norm.weight" or x.startswith("model.layers.1.") for x in trained)
+    adapted, _ = demo_model.load(replace(resolved, lora_rank=2))
+    assert any("layers.0." in name for name, p in adapted.named_parameters() if p.requires_grad)
     other = replace(config, model="some/model")
     assert demo_model.resolved(other) == other
 

@@ -37,9 +37,7 @@ def test_a_run_with_faults_goes_on_as_if_it_had_none(rollout, tiny_model, tmp_pa
     assert codes.count(-signal.SIGKILL) == found["kill"] + found["rename"]
     whole, faulty = tmp_path / "whole", tmp_path / "faulty"
     assert rows_of(whole) == rows_of(faulty)
-    own, other = (
-        torch.load(checkpoint.latest(x) / "trained.pt", weights_only=True) for x in (whole, faulty)
-    )
+    own, other = (checkpoint.tensors_of(checkpoint.latest(x))["trained"] for x in (whole, faulty))
     assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
     for log in ("evaluations.jsonl", "answers.jsonl"):
         assert (faulty / log).read_text() == (whole / log).read_text()

@@ -22,7 +22,8 @@ from torch import Tensor
 from ..config import imported
 from ..run import ranks
 from ..run.interruptions import StepError
-from ..sampling.rollout import Completion, Sampler
+from ..sampling.completions import Completion
+from ..sampling.rollout import Sampler
 from .answers import is_correct
 from .data import applies, names_rewards, text_of
 from .expressions import timed_out

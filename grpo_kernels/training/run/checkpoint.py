@@ -1,7 +1,9 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints: one file each, which is whole or not there.
 
-Each is written to a folder with another name, flushed to the disk, and renamed at the end: neither
-a kill nor a full disk leaves half of one, or takes the one before.
+A checkpoint is written under another name, flushed to the disk, and renamed at the end: neither a
+kill nor a full disk leaves half of one, or takes the one before. It holds what training changes:
+the trained weights, the optimizer, a reference that follows, and the run's own state. Frozen
+weights come with the model. Random numbers need no state, as each step has a seed of its own.
 """
 
 from __future__ import annotations
@@ -10,10 +12,8 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..config import TrainingConfig
-from ..problems.data import Problem
 from . import ranks
 
 # Options that may change when a run goes on: how long, how often something is logged or saved, and
@@ -32,105 +31,181 @@ MAY_CHANGE = {
     "save_model", "trackers", "micro_batch_size", "vllm_gpu_memory_utilization",
     "vllm_enable_sleep_mode",
 }  # fmt: skip
-_STATE, _WEIGHTS, _REFERENCE = "state.json", "trained.pt", "reference.pt"
-# Numbers of each weight that its digest is of.
+_STATE = {
+    "step": int, "config": dict, "processes": int, "best": dict, "micro_batch_size": int,
+    "inputs": dict,
+}  # fmt: skip
+# Numbers of each weight that a digest is of.
 _SAMPLED = 4096
 
 
-def weights_that_move(accelerator: Accelerator, reference: Any = None) -> None:
-    """Has checkpoints keep the trained weights, and those of a reference that follows the policy.
-
-    Frozen weights come with the model. All are read by `weights_only`: accelerate would run the
-    code in an object that is registered with it.
+class Changing:
+    """Whatever training changes: the trained weights, and parts that have a state of their own.
 
     Args:
-        accelerator: writes and reads the checkpoints.
-        reference: has `state_dict` and `load_state_dict`; None: it never changes.
+        policy: not wrapped for the processes.
+        parts: by name, each with `state_dict` and `load_state_dict`; None: there is none.
     """
 
-    def keep(models: list[Any], weights: list[Any], folder: str) -> None:
-        if accelerator.is_main_process:
-            trained = {n: p.detach() for n, p in _named(accelerator, models[0]) if p.requires_grad}
-            torch.save(trained, Path(folder) / _WEIGHTS)
-            if reference is not None:
-                torch.save(reference.state_dict(), Path(folder) / _REFERENCE)
-        weights.clear()
+    def __init__(self, policy: nn.Module, **parts: Any) -> None:
+        self.policy = policy
+        self.parts = {name: part for name, part in parts.items() if part is not None}
 
-    def load(models: list[Any], folder: str) -> None:
-        saved = _tensors(Path(folder) / _WEIGHTS)
-        if reference is not None:
-            reference.load_state_dict(_tensors(Path(folder) / _REFERENCE))
-        with torch.no_grad():
-            for name, parameter in _named(accelerator, models[0]):
-                if parameter.requires_grad:
-                    parameter.copy_(saved[name])
-        models.clear()
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights by name."""
+        return {n: p.detach() for n, p in self.policy.named_parameters() if p.requires_grad}
 
-    accelerator.register_save_state_pre_hook(keep)
-    accelerator.register_load_state_pre_hook(load)
+    def state_dict(self) -> dict[str, Any]:
+        """The tensors of a checkpoint."""
+        return {"trained": self.weights} | {n: x.state_dict() for n, x in self.parts.items()}
 
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    return tensors
+    def load_state_dict(self, tensors: Mapping[str, Any]) -> None:
+        """Takes the tensors of a checkpoint, which has no scaler if its device needed none."""
+        for name, weight in self.weights.items():
+            weight.copy_(tensors["trained"][name])
+        for name in self.parts.keys() & tensors.keys():
+            self.parts[name].load_state_dict(tensors[name])
 
 
-def _named(accelerator: Accelerator, model: Any) -> Any:
-    return accelerator.unwrap_model(model).named_parameters()
+# Files
 
 
-def fingerprint(
-    train: Sequence[Problem], held_out: Sequence[Problem], tokenizer: Any,
-    weights: Mapping[str, tuple[nn.Module, bool]],
+def save(
+    accelerator: Accelerator, folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> str | None:
+    """Writes the checkpoint of `state["step"]`; returns the error, in all processes, or None.
+
+    Args:
+        accelerator: of the processes, of which the main one writes.
+        folder: the run's.
+        state: as JSON takes it.
+        tensors: state dicts by name, which `weights_only` reads.
+    """
+    error = None
+    if accelerator.is_main_process:
+        path = folder / "checkpoints" / f"step-{state['step']:06d}.pt"
+        scratch = path.with_suffix(".tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with scratch.open("wb") as file:
+                torch.save({"state": json.dumps(state), **tensors}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+        except (OSError, RuntimeError) as failed:  # a full disk is the one to Python, or to torch
+            scratch.unlink(missing_ok=True)
+            error = f"{type(failed).__name__}: {failed}"
+    return ranks.reduce(accelerator, error, itemgetter(0))
+
+
+def state_of(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint's state, and none of its tensors.
+
+    Raises:
+        ValueError: it is none of this library's. No code in it is run.
+    """
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = json.loads(saved["state"])
+        known = all(isinstance(state[name], kind) for name, kind in _STATE.items())
+    except Exception as error:
+        raise ValueError(
+            f"resume: expected a checkpoint of this library; got {path} "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Delete it to go on "
+            "from the one before"
+        ) from error
+    if not known:
+        raise ValueError(f"resume: expected a checkpoint with {', '.join(_STATE)}; got {path}")
+    return dict(state)
+
+
+def tensors_of(path: Path) -> dict[str, Any]:
+    """Reads the tensors of a checkpoint, to the CPU, by the names that `save` had them under."""
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    return {name: value for name, value in saved.items() if name != "state"}
+
+
+def latest(folder: Path) -> Path | None:
+    """Returns a run's last checkpoint.
+
+    Raises:
+        ValueError: the run's checkpoints are of an earlier form.
+    """
+    paths = _by_step(folder)
+    older = next((folder / "checkpoints").glob("step-*/state.json"), None)
+    if older is not None and not paths:
+        raise ValueError(
+            f"output: {older.parent} is a checkpoint of an earlier version, which this one does "
+            "not read: pass another output, or go on with the version that wrote it"
+        )
+    return paths[max(paths)] if paths else None
+
+
+def prune(folder: Path, best: int) -> None:
+    """Deletes all checkpoints but the best step's and the last two, and what a kill left."""
+    paths = _by_step(folder)
+    for step in set(paths) - {best, *sorted(paths)[-2:]}:
+        paths[step].unlink(missing_ok=True)
+    for scratch in (folder / "checkpoints").glob("step-*.tmp"):
+        scratch.unlink(missing_ok=True)
+
+
+def _by_step(folder: Path) -> dict[int, Path]:
+    paths = (folder / "checkpoints").glob("step-*.pt")
+    return {int(path.stem[5:]): path for path in paths if path.stem[5:].isdigit()}
+
+
+# What a run that goes on has to have
+
+
+def inputs_of(
+    train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]], tokenizer: Any,
+    model: nn.Module, whole: Sequence[nn.Module] = (),
 ) -> dict[str, str]:  # fmt: skip
-    """Digests, by name, of a run's inputs besides its options, which a resumed run has to have.
+    """Makes digests, by name, of a run's inputs besides its options.
 
     Args:
         train: problems; like `held_out`, with all of their columns.
         held_out: problems of the evaluations.
         tokenizer: the policy's; it tokenizes all prompts.
-        weights: models by name, and for each whether weights that are trained count. They do not
-            where the checkpoint has them. Of each weight some numbers are read.
+        model: the policy's, whose frozen weights no checkpoint has.
+        whole: models that no checkpoint has any weight of. Of each weight some numbers are read.
     """
-    parts = {"train": train, "held_out": held_out}
-    digests = {
-        name: f"{len(problems)} problems, sha256 {_digest(map(_as_text, problems))}"
-        for name, problems in parts.items()
-    }
+    problems = [*train, *held_out]
     # Not the prompts as encoded: a chat template may print the date.
-    prompts = (problem["prompt"] for problems in parts.values() for problem in problems)
-    ids = (str(tokenizer(str(prompt)).input_ids) for prompt in prompts)
+    tokens = (str(tokenizer(str(problem["prompt"])).input_ids) for problem in problems)
     template = str(getattr(tokenizer, "chat_template", None))
-    digests["tokens of the prompts"] = f"sha256 {_digest((template, *ids))}"
-    for name, (model, with_trained) in weights.items():
-        texts = (
-            f"{key} {x.dtype} {list(x.shape)} {_some_numbers(x.data)}"
-            for key, x in model.state_dict(keep_vars=True).items()
-            if isinstance(x, Tensor) and (with_trained or not x.requires_grad)
-        )
-        digests[name] = f"sha256 {_digest(texts)}"
-    return digests
+    trained = [name for name, x in model.named_parameters() if x.requires_grad]
+    weights = (
+        f"{name} {x.dtype} {list(x.shape)} {_some_numbers(x.data)}"
+        for one in dict.fromkeys((model, *whole))
+        for name, x in one.state_dict(keep_vars=True).items()
+        if isinstance(x, Tensor) and (one in whole or not x.requires_grad)
+    )
+    return {
+        "problems": f"{len(train)} + {len(held_out)}, {_digest(map(_as_text, problems))}",
+        "tokens of the prompts": _digest((template, *tokens)),
+        "trained parameters": f"{len(trained)}, {_digest(trained)}",
+        "weights that are not trained": _digest(weights),
+    }
 
 
 def _digest(texts: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for text in texts:
         digest.update(f"{len(text)} {text}".encode(errors="replace"))
-    return digest.hexdigest()[:12]
+    return f"sha256 {digest.hexdigest()[:12]}"
 
 
-def _as_text(problem: Problem) -> str:
+def _as_text(problem: Mapping[str, Any]) -> str:
     """A text that is the same in every process, whatever the problem has in its columns."""
-    return repr([(name, _plain(problem[name])) for name in sorted(problem)])
+    return json.dumps(problem, skipkeys=True, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return sorted((repr(key), repr(_plain(x))) for key, x in value.items())
-    if isinstance(value, (list, tuple)):
-        return [_plain(x) for x in value]
     if isinstance(value, (set, frozenset)):  # whose order changes
-        return sorted(repr(_plain(x)) for x in value)
+        return sorted(map(repr, value))
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address, which changes
 
 
@@ -140,83 +215,6 @@ def _some_numbers(x: Tensor) -> str:
         return ""
     step = x.numel() // _SAMPLED | 1  # odd, or it might see a single column
     return x.flatten()[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes().hex()
-
-
-class _Failed(Exception):
-    """An error of a process that could not write."""
-
-
-def save(accelerator: Accelerator, folder: Path, state: Mapping[str, Any]) -> str | None:
-    """Writes the checkpoint of `state["step"]`; returns the first process's error, or None."""
-    final = folder / "checkpoints" / f"step-{state['step']:06d}"
-    scratch = final.with_name(f".{final.name}.tmp")
-    main = accelerator.is_main_process
-    # A full disk is an OSError to Python, a RuntimeError to torch, another one to safetensors.
-    together = partial(ranks.raise_on_all_ranks, accelerator, _Failed, others="")
-    try:
-        with together():
-            if main:
-                shutil.rmtree(scratch, ignore_errors=True)
-                scratch.mkdir(parents=True)
-        with together():
-            accelerator.save_state(str(scratch))
-            if main:
-                (scratch / _STATE).write_text(json.dumps(state))
-        with together():
-            if main:
-                _commit(scratch, final)
-    except _Failed as error:
-        if main:
-            shutil.rmtree(scratch, ignore_errors=True)
-        return str(error)
-    return None
-
-
-def _commit(scratch: Path, final: Path) -> None:
-    """Flushes the files and gives their folder its final name."""
-    for path in scratch.rglob("*"):
-        if path.is_file():
-            with path.open("r+b") as file:  # Windows flushes none that is open for reading
-                os.fsync(file.fileno())
-    # One of the same step is renamed until then; after a kill `latest` names it again.
-    before = final.with_name(f".{final.name}.before")
-    if final.exists():
-        shutil.rmtree(before, ignore_errors=True)
-        final.rename(before)
-    scratch.rename(final)
-    shutil.rmtree(before, ignore_errors=True)
-
-
-def latest(folder: Path) -> Path | None:
-    """The folder of a run's last whole checkpoint."""
-    for before in (folder / "checkpoints").glob(".step-*.before"):
-        with suppress(OSError):  # the one that was to replace it is there
-            before.rename(before.with_name(before.name[1:].removesuffix(".before")))
-    whole = _whole(folder)
-    return whole[max(whole)] if whole else None
-
-
-def state_of(path: Path) -> dict[str, Any]:
-    """The state that was saved beside the tensors.
-
-    Raises:
-        ValueError: it is none of this library's.
-    """
-    text = (path / _STATE).read_text(errors="replace")
-    try:
-        state = json.loads(text)
-    except (ValueError, RecursionError):
-        state = None
-    kinds = {"step": int, "config": dict, "processes": int, "best": dict,
-             "micro_batch_size": int, "fingerprint": dict}  # fmt: skip
-    if not isinstance(state, dict) or not all(
-        isinstance(state.get(k), t) for k, t in kinds.items()
-    ):
-        raise ValueError(
-            f"resume: expected a checkpoint of this library, with {', '.join(kinds)} in {_STATE}; "
-            f"got {text[:80]!r} in {path}"
-        )
-    return state
 
 
 def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
@@ -242,8 +240,8 @@ def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
         )
 
 
-def check_same(state: Mapping[str, Any], processes: int, fingerprint: Mapping[str, str]) -> None:
-    """Refuses to go on with other problems, tokens, weights or processes than the checkpoint's.
+def check_same(state: Mapping[str, Any], processes: int, inputs: Mapping[str, str]) -> None:
+    """Refuses to go on with other inputs or processes than the checkpoint's.
 
     Raises:
         ValueError: names each that has changed, with both values.
@@ -253,33 +251,11 @@ def check_same(state: Mapping[str, Any], processes: int, fingerprint: Mapping[st
             f"resume: expected as many processes as the checkpoint has, {state['processes']}; got "
             f"{processes}"
         )
-    before: Mapping[str, str] = state["fingerprint"]
-    names = [n for n in {**before, **fingerprint} if before.get(n) != fingerprint.get(n)]
+    before: Mapping[str, str] = state["inputs"]
+    names = [n for n in {**before, **inputs} if before.get(n) != inputs.get(n)]
     if names:
-        changed = "; ".join(f"{n}: was {before.get(n)}, is {fingerprint.get(n)}" for n in names)
+        changed = "; ".join(f"{n}: was {before.get(n)}, is {inputs.get(n)}" for n in names)
         raise ValueError(f"resume: problems or models differ from the checkpoint's: {changed}")
-
-
-def prune(folder: Path, best: int) -> None:
-    """Deletes all checkpoints but that of the best step and the last two, one for the other."""
-    for pattern in (".step-*.gone", ".step-*.before"):  # by a kill
-        for path in (folder / "checkpoints").glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
-    whole = _whole(folder)
-    for step in set(whole) - {best, *sorted(whole)[-2:]}:
-        # Renamed first: a kill leaves no half of it under its name.
-        gone = whole[step].with_name(f".{whole[step].name}.gone")
-        with suppress(OSError):
-            whole[step].rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
-
-
-def _whole(folder: Path) -> dict[int, Path]:
-    paths = (folder / "checkpoints").glob("step-*")
-    matches = {path: re.fullmatch(r"step-(\d+)", path.name) for path in paths}
-    return {
-        int(match[1]): path for path, match in matches.items() if match and (path / _STATE).exists()
-    }
 
 
 def save_model(accelerator: Accelerator, policy: Any, tokenizer: Any, folder: Path) -> None:

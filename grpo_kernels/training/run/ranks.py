@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
-from torch import nn
+from torch import Tensor
 
 from ..config import DTYPES, TrainingConfig
 
@@ -77,10 +77,9 @@ def reduce(accelerator: Accelerator, value: _T, function: Callable[[list[_T]], A
     return function(gather_object([value]))
 
 
-def finite(accelerator: Accelerator, policy: nn.Module) -> bool:
-    """True if no trained weight, of any process, is NaN or inf."""
-    trained = (p for p in policy.parameters() if p.requires_grad)
-    return bool(reduce(accelerator, all(bool(p.isfinite().all()) for p in trained), all))
+def finite(accelerator: Accelerator, tensors: Iterable[Tensor]) -> bool:
+    """True if no number, of any process, is NaN or inf."""
+    return bool(reduce(accelerator, all(bool(x.isfinite().all()) for x in tensors), all))
 
 
 @contextmanager
@@ -118,6 +117,19 @@ def largest(accelerator: Accelerator, numbers: list[int]) -> list[int]:
     worst = torch.tensor(numbers, dtype=torch.int64, device=accelerator.device)
     torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
     return worst.tolist()
+
+
+def join(accelerator: Accelerator, x: Tensor) -> Tensor:
+    """Joins the tensors `[K, B, T]` of all processes along `B`, padded with 0 to the longest."""
+    if accelerator.num_processes == 1:
+        return x
+    sizes: list[tuple[int, int]] = gather_object([tuple(x.shape[1:])])
+    B, T = (max(numbers) for numbers in zip(*sizes, strict=True))
+    padded = x.new_zeros(len(x), B, T)
+    padded[:, : x.shape[1], : x.shape[2]] = x
+    every = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(every, padded)
+    return torch.cat([one[:, :b] for one, (b, _) in zip(every, sizes, strict=True)], 1)
 
 
 def mixed_precision(config: TrainingConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,12 +16,14 @@ from accelerate.utils.memory import clear_device_cache
 from filelock import FileLock, Timeout
 
 from ..config import TrainingConfig
-from ..step.samples import Samples
 from . import checkpoint, logs, ranks
-from .interruptions import Interruptions, Preempted, StepError
+from .interruptions import BadUpdates, Interruptions, Preempted, StepError
 from .metrics import Metrics
 from .observers import observers_of, print_above
 from .watch import Watch
+
+# Updates in a row without a finite gradient, after which the run ends.
+MOST_BAD = 10
 
 
 class Run:
@@ -29,18 +32,21 @@ class Run:
     Args:
         config: the run's options.
         accelerator: of its processes, which all make the same calls.
-        fingerprint: digests of its inputs besides options, as `checkpoint.fingerprint` has them.
+        inputs: digests of its inputs besides options, as `checkpoint.inputs_of` makes them.
+        changing: weights and the optimizer, say.
     """
 
     def __init__(
-        self, config: TrainingConfig, accelerator: Accelerator, fingerprint: Mapping[str, str]
+        self, config: TrainingConfig, accelerator: Accelerator, inputs: Mapping[str, str],
+        changing: checkpoint.Changing,
     ) -> None:  # fmt: skip
-        self.config, self.accelerator, self.fingerprint = config, accelerator, fingerprint
+        self.config, self.accelerator = config, accelerator
+        self.inputs, self.changing = inputs, changing
         self.interruptions = Interruptions(accelerator)
         self.observers = observers_of(config, accelerator)
         self.failed: set[str] = set()  # those who look on of which an error was printed
         self.watch = Watch(config)
-        self.metrics = Metrics(config.loss_config())
+        self.metrics = Metrics()
         self.step = 0  # under way, or the last one
         self.trained = 0  # the last one whose updates were all made
         self.saved = 0  # the last one of which there is a checkpoint
@@ -65,7 +71,7 @@ class Run:
         """Prints a warning."""
         self.print_main(f"      warning: {text}")
 
-    def write_step(self, row: dict[str, Any], samples: Samples) -> None:
+    def write_step(self, row: dict[str, Any], samples: Any) -> None:
         """Writes a step's row, with its warnings; then observers see it.
 
         Raises:
@@ -101,12 +107,15 @@ class Run:
         """Makes micro-batches smaller once memory ran out, which does not change gradients.
 
         Raises:
-            StepError: they have one completion.
+            StepError: they have one completion, or there are other processes, which may have gone
+                on; those are told to stop as well.
         """
-        if self.micro_batch_size == 1:
+        size = self.micro_batch_size
+        lower = "max_completion_length" if size == 1 else "micro_batch_size"
+        if size == 1 or self.accelerator.num_processes > 1:
             raise StepError(
-                "memory ran out in a micro-batch of one completion: lower max_completion_length, "
-                "or set gradient_checkpointing, lora_rank or dtype bf16"
+                f"memory ran out with micro_batch_size={size}: lower {lower}, or set "
+                "gradient_checkpointing, lora_rank or dtype bf16"
             )
         self.micro_batch_size //= 2
         clear_device_cache(garbage_collection=True)
@@ -114,6 +123,37 @@ class Run:
             f"memory ran out: from now on micro_batch_size is {self.micro_batch_size}; the "
             "gradients are the same"
         )
+
+    # The way of a step
+
+    def begin_step(self) -> None:
+        """Begins the next step."""
+        self.trained = self.step
+        self.step += 1
+
+    def begin_update(self, grad_norm: float) -> bool:
+        """Notes an update before it is made; returns False if it is to be left out.
+
+        Raises:
+            BadUpdates: too many in a row had no finite gradient.
+        """
+        if math.isfinite(grad_norm):
+            self.within_step, self.bad_updates = True, 0
+            return True
+        self.bad_updates += 1
+        if self.bad_updates >= MOST_BAD:
+            raise BadUpdates(self.bad_updates, checkpoint.latest(self.config.folder))
+        return False
+
+    def end_updates(self) -> None:
+        """Notes that the step's updates were all made."""
+        self.trained, self.within_step = self.step, False
+
+    def keep_first_gap(self, gap: float) -> float:
+        """Returns the gap to the sampler's log-probs in the first step that had one."""
+        if self.first_gap is None:
+            self.first_gap = gap
+        return self.first_gap
 
     # The folder
 
@@ -143,8 +183,6 @@ class Run:
     def open(self) -> Path | None:
         """Makes the run's folder, or resumes the run in it: then its checkpoint is returned.
 
-        Its tensors are yet to be loaded.
-
         Raises:
             ValueError: the checkpoint is another run's.
         """
@@ -152,12 +190,13 @@ class Run:
         path = checkpoint.latest(config.folder) if config.resume else None
         if path is not None:
             state = checkpoint.state_of(path)
-            fingerprint = ranks.reduce(self.accelerator, self.fingerprint, itemgetter(0))
-            checkpoint.check_same(state, self.accelerator.num_processes, fingerprint)
+            inputs = ranks.reduce(self.accelerator, self.inputs, itemgetter(0))
+            checkpoint.check_same(state, self.accelerator.num_processes, inputs)
             if gone := sorted(state["config"].keys() - config.as_json().keys()):
                 values = ", ".join(f"{name}={state['config'][name]!r}" for name in gone)
                 self.warn(f"options of the checkpoint that no longer exist are left out: {values}")
             self._restore(state)
+            self.changing.load_state_dict(checkpoint.tensors_of(path))
         elif config.resume and not self.step:
             self.print_main(f"resume: no checkpoint in {config.folder}: begins at step 1")
         self.accelerator.wait_for_everyone()
@@ -168,17 +207,18 @@ class Run:
                 self.watch.after_step(row)
         return path
 
-    def save(self, policy: Any) -> None:
+    def save(self) -> None:
         """Writes a checkpoint, if `save_every` lets it; warns where there is none.
 
         Of weights that are not finite none is made; where the disk is full, say, training goes on.
         """
         if self.config.save_every < 0:
             return
-        if self.bad_updates or not ranks.finite(self.accelerator, policy):
+        if self.bad_updates or not ranks.finite(self.accelerator, self.changing.weights.values()):
             self.warn(f"no checkpoint of step {self.step}: gradients or weights are not finite")
             return
-        error = checkpoint.save(self.accelerator, self.config.folder, self._state())
+        tensors = self.changing.state_dict()
+        error = checkpoint.save(self.accelerator, self.config.folder, self._state(), tensors)
         if error is not None:
             self.warn(
                 f"no checkpoint of step {self.step} ({error}); the last one is untouched and "
@@ -190,13 +230,13 @@ class Run:
             best = self.best.get("step", self.step)
             self.look_on("pruning", checkpoint.prune, self.config.folder, best)
 
-    def stop(self, error: BaseException, policy: Any) -> None:
+    def stop(self, error: BaseException) -> None:
         """Keeps what was trained before a step that failed, if the weights are still those."""
         self.step = self.trained
         if self.accelerator.num_processes > 1 and not isinstance(error, (StepError, Preempted)):
             return  # the others wait elsewhere
         if self.saved < self.step and not self.within_step:
-            self.save(policy)
+            self.save()
         then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
         self.print_main(f"Stopped: {then}")
         if self.step and isinstance(error, Preempted):
@@ -207,7 +247,7 @@ class Run:
         return {
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
             "config": self.config.as_json(), "processes": self.accelerator.num_processes,
-            "fingerprint": self.fingerprint, "first_gap": self.first_gap,
+            "inputs": self.inputs, "first_gap": self.first_gap,
             "micro_batch_size": self.micro_batch_size,
         }  # fmt: skip
 

@@ -1,79 +1,31 @@
-"""Rollouts: the protocol, one by `model.generate`, and the checks of completions."""
+"""Rollouts: the protocol, one by `model.generate`, and the sampler of a run around them."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import partial
-from operator import index
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
-from ...base.layout import to_device
 from ...base.memory import ran_out_of_memory
-from ...head.lm_head import Support
-from ...head.support import check_support
 from ...integrations.generation import StopStrings, SupportRecorder
 from ...integrations.hf_head import evaluating
 from ..config import TrainingConfig
-from ..problems.data import Problem
-from ..problems.prompts import PromptEncoder
 from ..run import ranks
-from ..run.interruptions import StepError
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """Sampling options: `temperature` 0 takes the likeliest token, `top_k` 0 considers all."""
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()  # looked for in the completion alone
-    record_support: bool = False  # asks for `Completion.support`
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The tokens after a prompt, up to and including the one that ended them.
-
-    With `sampled`, some are not the policy's: what a tool answered, say. The model sees them, and
-    nothing else does: they are in no loss, and in no metric of the policy.
-    """
-
-    token_ids: list[int]
-    ended: bool  # by an end-of-sequence token or a stop string; else it was cut
-    logps: list[float] | None = None  # one per token, under the policy that sampled
-    # The ids that `top_k`, `top_p` and `min_p` left for each token, on a CPU; None: all ids.
-    # Tensors have no == to one bool.
-    support: Support | None = field(default=None, compare=False)
-    sampled: list[bool] | None = None  # one per token: whether the policy sampled it; None: all
-    # Weights of a cross-entropy on tokens, one per token: loss -= sum(weight * log-prob) over the
-    # number of the update's sampled tokens. None: 0 each.
-    ce_weights: list[float] | None = None
-
-    @property
-    def sampled_flags(self) -> list[bool]:
-        """True for each token that the policy sampled."""
-        return [True] * len(self.token_ids) if self.sampled is None else self.sampled
-
-    @property
-    def sampled_ids(self) -> list[int]:
-        """The tokens that the policy sampled."""
-        pairs = zip(self.token_ids, self.sampled_flags, strict=True)
-        return [token for token, sampled in pairs if sampled]
-
-
-class RolloutError(StepError, ValueError):
-    """Error of a rollout that cannot go on, or that returned something else than completions."""
+from .completions import (
+    Completion,
+    RolloutError,
+    SamplingParams,
+    check_completion,
+    cut_completion,
+    end_tokens,
+    pad,
+    vocabulary_of,
+)
 
 
 class Rollout(Protocol):
@@ -83,8 +35,8 @@ class Rollout(Protocol):
 
     - `update_weights()`, if it keeps a copy of the weights: takes the policy's. The trainer calls
       it, in every process, after the weights have changed and before completions are sampled.
-    - `why_gap`, if nothing is to be trained on samples whose log-probs are not the policy's: the
-      dtype that explains a gap, as torch calls it. None: any gap is explained.
+    - `sampler_dtype`, if nothing is to be trained on samples whose log-probs are not the policy's:
+      the dtype that explains a gap, as torch calls it. None: any gap is explained.
     """
 
     def __call__(
@@ -158,19 +110,21 @@ class Sampler:
     Args:
         rollout: may be replaced by another one.
         model: the policy's; says which tokens there are, and which of them end a completion.
-        encode: makes the prompts.
+        tokenizer: the model's.
+        encode: makes the token ids of a problem's prompt.
         config: has the sampling options.
         accelerator: of the run; every process samples for its own problems.
     """
 
     def __init__(
-        self, rollout: Rollout, model: Any, encode: PromptEncoder, config: TrainingConfig,
+        self, rollout: Rollout, model: Any, tokenizer: Any,
+        encode: Callable[[Mapping[str, Any]], list[int]], config: TrainingConfig,
         accelerator: Accelerator,
     ) -> None:  # fmt: skip
         self.rollout: Any = rollout
-        self.encode, self.config, self.accelerator = encode, config, accelerator
+        self.tokenizer, self.encode = tokenizer, encode
+        self.config, self.accelerator = config, accelerator
         self.vocabulary = vocabulary_of(model)
-        tokenizer = encode.tokenizer
         special = (tokenizer.bos_token_id, tokenizer.pad_token_id, *end_tokens(model, tokenizer))
         self._no_text = {
             x for x in special
@@ -190,12 +144,12 @@ class Sampler:
         self._stale = False
 
     @property
-    def why_gap(self) -> str | None:
+    def sampler_dtype(self) -> str | None:
         """The dtype that explains a gap to the rollout's log-probs; None: any gap is explained."""
-        return getattr(self.rollout, "why_gap", None)
+        return getattr(self.rollout, "sampler_dtype", None)
 
     def __call__(
-        self, problems: Sequence[Problem], count: int, temperature: float, *,
+        self, problems: Sequence[Mapping[str, Any]], count: int, temperature: float, *,
         record_support: bool = False, length: int | None = None,
     ) -> list[Completion]:  # fmt: skip
         """Returns `count` completions per problem; those of a problem are neighbors.
@@ -236,127 +190,4 @@ class Sampler:
         """
         rows = [c.token_ids if transcripts else c.sampled_ids for c in completions]
         rows = [[token for token in row if token not in self._no_text] for row in rows]
-        return list(self.encode.tokenizer.batch_decode(rows))
-
-
-def check_completion(name: str, one: object, vocabulary: int, longest: int) -> None:
-    """Checks that an object is a completion of 1 to `longest` tokens below `vocabulary`.
-
-    Raises:
-        RolloutError: it is not; the message begins with `name`.
-    """
-    if not isinstance(one, Completion) or not one.token_ids:
-        raise RolloutError(f"{name}: expected a Completion with a token; got {one!r}")
-    T = len(one.token_ids)
-    is_id = partial(_passes, lambda token: 0 <= index(token) < vocabulary)
-    if unknown := [token for token in one.token_ids if not is_id(token)]:
-        raise RolloutError(
-            f"{name}.token_ids: expected ints from 0 to {vocabulary - 1}; got {unknown[0]!r}"
-        )
-    if longest < T:
-        raise RolloutError(
-            f"{name}.token_ids: expected at most max_completion_length = {longest} tokens, "
-            f"those of tools included; got {T}"
-        )
-    for what, numbers in (("logps", one.logps), ("ce_weights", one.ce_weights)):
-        bad = [x for x in numbers or () if not _passes(math.isfinite, x)]
-        if numbers is not None and (len(numbers) != T or bad):
-            raise RolloutError(
-                f"{name}.{what}: expected {T} finite numbers, one per token; got "
-                f"{bad[:5] or numbers[:5]}, {len(numbers)} in all"
-            )
-    flags = one.sampled_flags
-    if len(flags) != T or not any(flags) or not {*map(type, flags)} <= {bool}:
-        raise RolloutError(
-            f"{name}.sampled: expected {T} bools, one per token, at least one True; got "
-            f"{list(flags)[:5]}, {len(flags)} in all"
-        )
-    if one.support is not None:
-        try:
-            _check_offsets(f"{name}.support", one.support, T)
-        except (ValueError, TypeError) as error:
-            raise RolloutError(str(error)) from error
-
-
-def _check_offsets(name: str, support: object, T: int) -> None:
-    """Checks that a support is one of `T` tokens, on a CPU."""
-    ids, offsets = check_support(support, T, torch.device("cpu"), name)
-    first, last, K = int(offsets[0]), int(offsets[-1]), len(ids)
-    if first or last != K or bool((offsets.diff() < 0).any()):
-        raise ValueError(
-            f"{name}.offsets: expected to start at 0, never to decrease, and to end at the number "
-            f"of token_ids = {K}; got {first} to {last}"
-        )
-
-
-def _passes(check: Callable[[Any], bool], number: Any) -> bool:
-    """True for a number that passes a check; False for a bool and for what is no number."""
-    try:
-        return not isinstance(number, bool) and check(number)
-    except (TypeError, ValueError):
-        return False
-
-
-def pad(
-    rows: Sequence[Sequence[int]], value: int, *, left: bool = False, device: Any = None
-) -> tuple[Tensor, Tensor]:
-    """Pads rows to `[B, longest]` ids and their mask, both int64, on the right or on the left."""
-    longest = max(map(len, rows), default=0)
-    ids = torch.full((len(rows), longest), value, dtype=torch.int64, device="cpu")
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        place = slice(longest - len(row), longest) if left else slice(len(row))
-        ids[i, place] = ids.new_tensor(row)
-        mask[i, place] = 1
-    return to_device(ids, device), to_device(mask, device)
-
-
-def vocabulary_of(model: Any) -> int:
-    """Returns the size of the model's vocabulary."""
-    embeddings = model.get_input_embeddings()
-    return int(getattr(embeddings, "base_layer", embeddings).num_embeddings)
-
-
-def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Returns the tokens that end a completion: the model's, which may be several, the tokenizer's.
-
-    A chat template may end a turn with a token that the model's `generation_config` lacks.
-    """
-    ends: list[int] = []
-    for eos in (model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None)):
-        ends += [] if eos is None else [eos] if isinstance(eos, int) else eos
-    return [*dict.fromkeys(ends)]
-
-
-def cut_completion(
-    row: Sequence[int], eos: Sequence[int], sampling: SamplingParams, tokenizer: Any, *,
-    stopped: bool = False,
-) -> Completion:  # fmt: skip
-    """Cuts a row after the first end token or stop string.
-
-    `stopped`: the sampler ended the row at a stop string, which the decoded row may lack.
-    """
-    ends = set(eos)
-    length = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-    ended = stopped or (length > 0 and row[length - 1] in ends)
-    if sampling.stop:
-        cut = _stopped_after(row[:length], sampling.stop, tokenizer)
-        if cut is not None:
-            length, ended = cut, True
-    return Completion(list(row[:length]), ended)
-
-
-def _stopped_after(row: Sequence[int], stop: Sequence[str], tokenizer: Any) -> int | None:
-    """Finds the smallest number of tokens whose text has a stop string, by bisection."""
-
-    def stops(length: int) -> bool:
-        text = tokenizer.decode(row[:length], skip_special_tokens=False)
-        return any(string in text for string in stop)
-
-    if not stops(len(row)):
-        return None
-    low, high = 0, len(row)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if stops(middle) else (middle, high)
-    return high
+        return list(self.tokenizer.batch_decode(rows))

@@ -22,7 +22,7 @@ from ...integrations import vllm as extension
 from ...integrations.generation import support_of
 from ..config import TrainingConfig, split_revision
 from ..run import ranks
-from .rollout import Completion, RolloutError, SamplingParams, cut_completion, end_tokens
+from .completions import Completion, RolloutError, SamplingParams, cut_completion, end_tokens
 
 # Versions that the tests have run with.
 TESTED = ((0, 28), (0, 32))
@@ -84,7 +84,7 @@ class VLLMRollout:
                 raise RolloutError(_explain(error, config)) from error
 
     @property
-    def why_gap(self) -> str | None:
+    def sampler_dtype(self) -> str | None:
         """The dtype that explains a gap between the log-probs of vLLM and of the policy.
 
         None where truncation explains it, as one of the two is over the whole vocabulary.

@@ -23,7 +23,7 @@ from ...head.lm_head import LMHead, Reference, Support
 from ...integrations.hf_head import base_model, body_of, evaluating, head_of
 from ...integrations.private import keeps_a_state, without_memory
 from ..config import TrainingConfig
-from ..sampling.rollout import end_tokens, pad
+from ..sampling.completions import end_tokens, pad
 
 
 @dataclass(frozen=True)
@@ -85,25 +85,20 @@ class Policy(nn.Module):
 
     With `share_prompts` the prompt of a group is encoded once, for training and for sampling:
     a forward over the prompts fills the cache, which is then repeated for the completions, and
-    gradients flow back through it. `temperature` and `logits_dtype` are those of `LMHead`.
+    gradients flow back through it. `temperature` is that of `LMHead`.
     """
 
     def __init__(
-        self, model: nn.Module, *, share_prompts: bool = True, temperature: float = 1.0,
-        logits_dtype: str = "fp32",
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, *, share_prompts: bool = True, temperature: float = 1.0
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.temperature, self.logits_dtype = temperature, logits_dtype
+        self.model, self.temperature = model, temperature
         self.why_not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
 
     @staticmethod
     def from_config(model: nn.Module, config: TrainingConfig) -> Policy:
         """Makes the policy of a run, or its reference."""
-        return Policy(
-            model, share_prompts=config.share_prompts, temperature=config.temperature,
-            logits_dtype=config.logits_dtype,
-        )  # fmt: skip
+        return Policy(model, share_prompts=config.share_prompts, temperature=config.temperature)
 
     @property
     def shares_prompts(self) -> bool:
@@ -125,11 +120,11 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def logps(
-        self, batch: Batch, entropy: bool = False, *, logits_dtype: str | None = None
+        self, batch: Batch, entropy: bool = False, *, logits_dtype: str = "fp32"
     ) -> tuple[Tensor, Tensor | None]:
         """Computes `[B, T]` log-probs of the completions, and their entropy if asked for.
 
-        `logits_dtype` None is the policy's own.
+        `logits_dtype` is that of `LMHead`.
         """
         hidden = self.hidden(batch)
         out = linear_logprobs(
@@ -192,10 +187,10 @@ class Policy(nn.Module):
         cache.check_has(attention.shape[1], self._body)
         return torch.cat([encoded[batch.prompt_of, -1:], states.last_hidden_state], 1)
 
-    def head(self, hidden: Tensor, logits_dtype: str | None = None) -> LMHead:
-        """Returns the head for these states; `logits_dtype` None is the policy's."""
-        dtype = logits_dtype or self.logits_dtype
-        return head_of(self.model).at(hidden, temperature=self.temperature, logits_dtype=dtype)
+    def head(self, hidden: Tensor, logits_dtype: str = "fp32") -> LMHead:
+        """Returns the head for these states."""
+        head, t = head_of(self.model), self.temperature
+        return head.at(hidden, temperature=t, logits_dtype=logits_dtype)
 
     def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Cached]:
         out = self._body(

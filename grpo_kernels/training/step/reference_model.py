@@ -12,27 +12,32 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..config import TrainingConfig, split_revision
-from ..loading import load_reference
-from ..sampling.rollout import vocabulary_of
+from ..sampling.completions import vocabulary_of
 from .policy import Policy
 
 
 class ReferenceModel:
-    """A frozen copy of the model, or `ref_model`; with LoRA the model without its adapters.
+    """A frozen copy of the model, or another model; with LoRA the model without its adapters.
 
     A copy follows the policy every `sync_ref_every` steps, and is then in the run's checkpoints.
+
+    Args:
+        accelerator: of the run.
+        model: the policy's.
+        other: the model that `ref_model` names; None where it names none.
+        config: of the run.
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, tokenizer: Any, config: TrainingConfig
+        self, accelerator: Accelerator, model: nn.Module, other: Any, config: TrainingConfig
     ) -> None:
-        self.accelerator, self.alpha = accelerator, config.ref_mixup_alpha
+        self.accelerator = accelerator
         self.copy: Any = None
-        self.is_other = config.ref_model is not None
-        if self.is_other:
-            check_tokens(str(config.ref_model), tokenizer)
-            self.copy = self._placed(load_reference(config), config)
-            sizes = vocabulary_of(model), vocabulary_of(self.copy.model)
+        # Models that no checkpoint has: another one, or the one that this began as a copy of.
+        self.origin = [other or model] if other is not None or not config.lora_rank else []
+        if other is not None:
+            self.copy = self._placed(other, config)
+            sizes = vocabulary_of(model), vocabulary_of(other)
             if sizes[0] != sizes[1]:
                 raise ValueError(
                     f"ref_model: expected a vocabulary of {sizes[0]}, like the model's; got "
@@ -45,15 +50,6 @@ class ReferenceModel:
             self.copy = self._placed(copied, config)
         self._shared = {id(p) for p in model.parameters() if not p.requires_grad}
 
-    def weights(self, model: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
-        """Weights that no checkpoint has, for `checkpoint.fingerprint`.
-
-        Those of another model; or those that the policy began with, of which it is a copy.
-        """
-        if self.is_other:
-            return {"weights of the reference": (self.copy.model, True)}
-        return {"weights of the model": (model, self.copy is not None)}
-
     def _placed(self, model: nn.Module, config: TrainingConfig) -> Any:
         """The model on the device."""
         policy = Policy.from_config(model.eval().requires_grad_(False), config)
@@ -61,10 +57,10 @@ class ReferenceModel:
 
     @torch.no_grad()
     def sync(self, policy: Any) -> None:
-        """Moves the copy to the policy, by `ref_mixup_alpha` of the way."""
+        """Copies the policy's weights."""
         trained = dict(self.accelerator.unwrap_model(policy).named_parameters())
         for name, weight in self._moving():
-            weight.lerp_(trained[name].to(weight), self.alpha)
+            weight.copy_(trained[name])
 
     def _moving(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The copy's parameters but for those that it shares with the policy."""
@@ -72,7 +68,7 @@ class ReferenceModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The copy's weights that `sync` moves, for a checkpoint."""
-        return {name: p.cpu() for name, p in self._moving()}
+        return {name: p.detach() for name, p in self._moving()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,14 +12,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ... import batch_support, group_advantages
+from ... import GRPOLossConfig, batch_support, group_advantages
 from ...base.layout import to_device
 from ..config import TrainingConfig
-from ..loading import check_has_logps
-from ..problems.data import Problem
-from ..problems.rewards import RewardError, RewardFunction, judge, weighted_sum
 from ..run import ranks
-from ..sampling.rollout import Completion, RolloutError, Sampler, pad
+from ..run.interruptions import StepError
+from ..sampling.completions import Completion, RolloutError, check_has_logps, pad
 from .micro_batches import Size, config_of_part, num_items
 from .policy import Batch
 
@@ -29,7 +26,7 @@ from .policy import Batch
 class Samples:
     """The part of a rollout in one process: `B` completions of `P` prompts, sorted by prompt."""
 
-    problems: list[Problem]  # [P]
+    problems: list[dict[str, Any]]  # [P]
     prompts: list[list[int]]  # [P], token ids
     prompt_of: list[int]  # [B], index into `prompts`
     completions: list[Completion]  # [B]
@@ -65,6 +62,15 @@ class Samples:
         """The sizes of the supports of the completions' tokens: int64, 1-D."""
         sizes = [c.support.offsets.diff() for c in self.completions if c.support is not None]
         return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *sizes]).long()
+
+    @cached_property
+    def has_set(self) -> Tensor | None:
+        """1 at each token that was sampled from a kept set, `[B, T]`; None: the full softmax."""
+        if not self.replay_support:
+            return None
+        sets = (c.support for c in self.completions)
+        flags = [None if x is None else (x.offsets.diff() > 0).tolist() for x in sets]
+        return per_token(flags, self.mask)
 
     @property
     def lengths(self) -> list[int]:
@@ -124,6 +130,14 @@ class Update:
     kl: Tensor | None = None  # the exact one
 
 
+def loss_config(config: TrainingConfig, scores: Scores) -> GRPOLossConfig:
+    """The config of the loss, with the threshold of the step's entropies if they have one."""
+    loss = config.loss_config()
+    if scores.entropy_threshold is None:
+        return loss
+    return replace(loss, entropy_threshold=scores.entropy_threshold)
+
+
 def loss_options(
     samples: Samples, scores: Scores, part: Sequence[int], where: Tensor, T: int, full: Size,
     config: TrainingConfig, world: int,
@@ -140,9 +154,7 @@ def loss_options(
         config: of the run.
         world: the number of processes.
     """
-    loss, weights = config.loss_config(), samples.ce_weights
-    if scores.entropy_threshold is not None:
-        loss = replace(loss, entropy_threshold=scores.entropy_threshold)
+    loss, weights = loss_config(config, scores), samples.ce_weights
     # Without rows the cross-entropy counts for nothing, too.
     ce_items = max(full.tokens, 1) / world if part else math.inf
     tensors = {
@@ -158,21 +170,27 @@ def loss_options(
 
 
 def samples_of(
-    problems: Sequence[Problem], completions: Sequence[Completion], sampler: Sampler,
-    rewards: Sequence[RewardFunction], is_correct: Callable[[str, Any], bool] | None,
+    problems: Sequence[Mapping[str, Any]], prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion], judged: Mapping[str, Any], config: TrainingConfig,
+    accelerator: Accelerator,
 ) -> Samples:  # fmt: skip
-    """Judges this process's completions of its problems; `is_correct` None judges no answer.
+    """Makes the samples of this process from completions of its problems.
+
+    Args:
+        problems: with all of their columns.
+        prompts: token ids of each problem.
+        completions: those of a problem are neighbors.
+        judged: what `Samples` has of the completions by the names of its fields: `texts`,
+            `transcripts`, `rewards`, `rewards_total`, `correct` and `timed_out`.
+        config: of the run.
+        accelerator: of the processes.
 
     Raises:
-        RewardError: a function failed, or none scored any completion; on every rank.
+        StepError: log-probs are needed that the rollout does not report, or no function scored any
+            completion; on every rank.
     """
-    # Copies, as observers may change what they see.
-    copies = deepcopy(list(problems))
-    config, accelerator, G = sampler.config, sampler.accelerator, sampler.config.num_generations
-    per_completion = [problem for problem in copies for _ in range(G)]
-    judged = judge(sampler, rewards, is_correct, per_completion, completions)
-    device, drop_truncated = accelerator.device, config.mask_truncated_completions
-    mask = to_device(completion_mask(completions, drop_truncated), device)
+    G, device = config.num_generations, accelerator.device
+    mask = to_device(loss_mask(completions, config.mask_truncated_completions), device)
     logps, weights = [c.logps for c in completions], [c.ce_weights for c in completions]
     if config.is_correction != "none":
         with ranks.raise_on_all_ranks(accelerator, RolloutError, others="rollout: "):
@@ -180,13 +198,12 @@ def samples_of(
     # Equal in all processes, so that they have the same metrics.
     has_support = any(c.support is not None for c in completions)
     return Samples(
-        problems=copies,
-        prompts=[sampler.encode(problem) for problem in problems],
+        problems=[dict(problem) for problem in problems],
+        prompts=[list(ids) for ids in prompts],
         prompt_of=[i for i in range(len(problems)) for _ in range(G)],
         completions=list(completions),
-        **vars(judged),
-        rewards_total=weighted_sum(judged.rewards, config.reward_weights),
-        advantages=group_relative_advantages(judged.rewards, config, accelerator).to(device),
+        **judged,
+        advantages=group_relative_advantages(judged["rewards"], config, accelerator).to(device),
         mask=mask,
         sampling_logps=None if None in logps else per_token(logps, mask),
         ce_weights=None if weights.count(None) == len(weights) else per_token(weights, mask),
@@ -200,11 +217,11 @@ def group_relative_advantages(
     """Returns `[B]` advantages of this process's completions from the `[B, R]` rewards of all.
 
     Raises:
-        RewardError: no function scored any completion; on every rank.
+        StepError: no function scored any completion; on every rank.
     """
     every = ranks.reduce(accelerator, rewards, torch.cat)
     if every.isnan().all():
-        raise RewardError(
+        raise StepError(
             "rewards: no completion of this step has a reward: every reward function "
             "returned None. Return numbers, or add a function that does"
         )
@@ -215,7 +232,7 @@ def group_relative_advantages(
     return advantages.split(len(rewards))[accelerator.process_index]
 
 
-def completion_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor:
+def loss_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor:
     """Makes an int64 `[B, T]` mask of sampled tokens, if asked for without cut completions."""
     mask = pad([c.sampled_flags for c in completions], 0)[0]
     ended = mask.new_tensor([[c.ended] for c in completions])

@@ -14,7 +14,7 @@ from ...base.sequences import masked_quantile
 from ...head.lm_head import LOGITS_DTYPES, Reference
 from ..run import ranks
 from ..run.run import Run
-from ..sampling.rollout import RolloutError
+from ..sampling.completions import RolloutError
 from .micro_batches import Plan, pad_plan, plan_micro_batches
 from .policy import Batch
 from .reference_model import ReferenceModel
@@ -106,7 +106,7 @@ class Scorer:
             return reference("as_reference", batch)
 
     def compare_roundings(self, samples: Samples) -> None:
-        """Warns where sampler and policy do not round their logits alike."""
+        """Warns of a sampler that rounds its logits, which the policy does not."""
         if samples.sampling_logps is None or ranks.gemm_dtype(self.config) == "float32":
             return
         part, *_ = self.plan(samples, range(len(samples.texts)))
@@ -117,12 +117,16 @@ class Scorer:
         tensors = (samples.sampling_logps, *by_policy, samples.mask)
         sampled, fp32, model, mask = (x[part] for x in tensors)
         check = check_sampler(sampled, fp32, model, mask) if mask.any() else None
-        if check is not None and check.closer not in (None, self.config.logits_dtype):
-            self.run.warn(str(check))
+        if check is not None and check.closer == "model":
+            self.run.warn(
+                f"{str(check).removesuffix(check.advice)}the sampler rounds its logits and the "
+                "policy does not: set is_correction to token_truncate, or give a sampler of your "
+                "own a head in float32"
+            )
 
     def _logps(
         self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False,
-        logits_dtype: str | None = None,
+        logits_dtype: str = "fp32",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Computes `[B, T]` log-probs under the policy, and entropies (0 unless asked for)."""
         logps, entropies = torch.zeros(
@@ -157,14 +161,13 @@ def checked_gap(row: Mapping[str, float], dtype: str | None, run: Run) -> dict[s
         return {}
     if dtype is not None:
         always, never = GAPS[dtype]
-        if run.first_gap is None:
-            run.first_gap = mean
-        limit = min(never, max(always, TIMES_THE_FIRST_GAP * run.first_gap))
+        first = run.keep_first_gap(mean)
+        limit = min(never, max(always, TIMES_THE_FIRST_GAP * first))
         if not mean <= limit:
             raise RolloutError(
                 f"sampler_gap: log-probs of sampler and policy differ by {mean:.2g} on average, "
                 f"{largest:.2g} at most; {dtype} explains {limit:.2g} (first step: "
-                f"{run.first_gap:.2g}). The sampler has other weights, another model or another "
+                f"{first:.2g}). The sampler has other weights, another model or another "
                 "precision. Nothing was trained on these samples"
             )
     return {"sampler_gap": mean, "sampler_gap_max": largest}
