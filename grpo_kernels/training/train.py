@@ -21,7 +21,7 @@ from .config import TrainingConfig
 from .evaluate import evaluate
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
 from .problems.answers import is_correct as answer_is_correct
-from .problems.data import Problem
+from .problems.data import Problem, not_held_out
 from .problems.prompts import PromptEncoder, short_enough
 from .problems.rewards import Reward, check_rewards, resolve_rewards
 from .run import checkpoint, logs, ranks
@@ -29,7 +29,7 @@ from .run.interruptions import BadUpdates, OutOfMemory, Preempted, StepError
 from .run.metrics import Clock, step_row
 from .run.observers import introduction, print_above
 from .run.run import Run, place_of
-from .sampling.rollout import Rollout, Sampler
+from .sampling.rollout import Rollout, Sampler, vocabulary_of
 from .step.explanations import Explanations
 from .step.micro_batches import Size, equal_parts
 from .step.reference_model import ReferenceModel
@@ -51,7 +51,8 @@ class Trainer:
         tokenizer: the model's.
         train: problems, dicts with a `prompt` (a string, or a chat's messages) and the columns that
             the reward functions want.
-        held_out: problems for the evaluations.
+        held_out: problems for the evaluations; those to train on that have their prompts are left
+            out.
         rewards: functions by name, for names in `config.rewards` that are not the library's.
         is_correct: takes a completion and its problem's answer; evaluations count by it.
         rollout: given the wrapped policy, returns who samples; None: as `config.rollout` says. To
@@ -89,11 +90,11 @@ class Trainer:
         if rollout is None:
             check_rollout(config, accelerator)
         set_seed(config.seed)
-        encode = PromptEncoder(tokenizer, chat=config.chat)
+        encode = PromptEncoder(tokenizer, chat=config.chat, vocabulary=vocabulary_of(model))
         say = print_above if accelerator.is_main_process else lambda _: None
         self.train_problems, self.held_out = (
             short_enough(problems, encode, config.max_prompt_length, say)
-            for problems in (train, held_out)
+            for problems in (not_held_out(train, held_out, say), held_out)
         )
         self.reference = (
             ReferenceModel(accelerator, model, tokenizer, config) if config.beta else None
@@ -201,7 +202,7 @@ class Trainer:
             )  # fmt: skip
         with clock("reward"):
             judge = self.is_correct if self.has_answers else None
-            samples = samples_of(local, completions, sampler, self.rewards, judge)
+            samples = samples_of(local, completions, sampler, self.rewards, judge, self.metrics)
         run.interruptions.check()
         minibatches = equal_parts(len(samples.texts), config.minibatches)
         with clock("score"):

@@ -19,11 +19,11 @@ from ... import GRPOLossConfig
 from ...base.sequences import masked_quantile
 from ...loss.metrics import TAKEN, TAKEN_PREFIXES
 from ..config import TrainingConfig
-from ..problems.data import Problem
-from ..step.samples import Samples
 from . import ranks
 
 if TYPE_CHECKING:
+    from ..problems.data import Problem
+    from ..step.samples import Samples
     from .run import Run
 
 PER, MERGE = ("token", "completion"), ("mean", "max", "min", "sum")
@@ -105,6 +105,10 @@ class Metrics:
                         f"{value!r}"
                     )
             self._metrics[metric.name] = metric
+
+    def __contains__(self, name: str) -> bool:
+        """True for a registered metric."""
+        return name in self._metrics
 
     def add(self, name: str, values: Iterable[float] | Tensor) -> None:
         """Adds values of this process's tokens or completions to the step; NaN is left out.

@@ -20,6 +20,7 @@ from ..loading import check_has_logps
 from ..problems.data import Problem
 from ..problems.rewards import RewardError, RewardFunction, judge, weighted_sum
 from ..run import ranks
+from ..run.metrics import Metrics
 from ..sampling.rollout import Completion, RolloutError, Sampler, pad
 from .micro_batches import Size, config_of_part, num_items
 from .policy import Batch
@@ -160,8 +161,11 @@ def loss_options(
 def samples_of(
     problems: Sequence[Problem], completions: Sequence[Completion], sampler: Sampler,
     rewards: Sequence[RewardFunction], is_correct: Callable[[str, Any], bool] | None,
+    metrics: Metrics | None = None,
 ) -> Samples:  # fmt: skip
     """Judges this process's completions of its problems; `is_correct` None judges no answer.
+
+    Reward functions may add to the step's `metrics`.
 
     Raises:
         RewardError: a function failed, or none scored any completion; on every rank.
@@ -170,7 +174,9 @@ def samples_of(
     copies = deepcopy(list(problems))
     config, accelerator, G = sampler.config, sampler.accelerator, sampler.config.num_generations
     per_completion = [problem for problem in copies for _ in range(G)]
-    judged = judge(sampler, rewards, is_correct, per_completion, completions)
+    judged = judge(
+        accelerator, rewards, is_correct, per_completion, metrics, **sampler.written(completions)
+    )
     device, drop_truncated = accelerator.device, config.mask_truncated_completions
     mask = to_device(completion_mask(completions, drop_truncated), device)
     logps, weights = [c.logps for c in completions], [c.ce_weights for c in completions]
