@@ -447,8 +447,10 @@ def test_prompts_are_made_as_the_options_say():
 @pytest.mark.parametrize("prompt", ("1 + 1?", [USER]))
 def test_a_system_prompt_that_no_prompt_has_is_refused(prompt, tmp_path):
     """Problems that were made with it, a run's held-out ones say, have it."""
-    config = config_of(system_prompt="Be brief.", eval_size=0)
-    for ready in (prompt, [{"role": "system", "content": "Be brief."}, USER], "Be brief.\n1 + 1?"):
+    system, own = "Be\nbrief.", {"role": "system", "content": "Be\nbrief."}
+    config = config_of(system_prompt=system, eval_size=0)
+    parts = own | {"content": [{"type": "text", "text": system}]}
+    for ready in (prompt, [own, USER], [parts, USER], f"{system}\n1 + 1?"):
         name = write(tmp_path / "a.jsonl", {"question": "a", "prompt": ready, "answer": "2"})
         if ready != prompt:
             assert data.problems_of(name, config)[0]["prompt"] == ready
@@ -465,9 +467,7 @@ MISSING = {
     "model: 'no/a'.*there is none of this name, or it is private": {"model": "no/a"},
     "model: 'old/a@v9' is not a folder with a model, and not on": {"model": "old/a@v9"},
     "dataset: gated/b is no file.*accept the terms on its page": {"dataset": "gated/b"},
-    "dataset: no/b is no file or folder here, and .*none of this name.*Without the hub": {
-        "dataset": "no/b"
-    },
+    "dataset: no/b is no file .* was .*none of this name.*Without the hub": {"dataset": "no/b"},
 }
 CODES = {"gated": (401, "GatedRepo"), "no": (404, "RepoNotFound")}
 ABOUT = {

@@ -237,9 +237,8 @@ def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool)
             f"dataset: expected a column question (or prompt){answer}; got {columns} in {where}: "
             "rename the columns, or set dataset to module:function, which returns the problems"
         )
-    prompt, system = problem["prompt"], config.system_prompt
-    parts = [{"content": prompt}] if isinstance(prompt, str) else prompt
-    if system and not any(system in str(part.get("content")) for part in parts):
+    said = json.dumps(problem["prompt"], default=repr)  # in a text, in messages, in their parts
+    if json.dumps(config.system_prompt)[1:-1] not in said:
         raise ValueError(
             "system_prompt stands before a question, and has no effect on the column prompt in "
             f"{where}: write it into the prompts, or leave system_prompt out"
