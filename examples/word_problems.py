@@ -185,8 +185,8 @@ def word_problems(
             that are never trained on together.
 
     Returns:
-        Rows with `question`, `answer` (a worked solution, and the number after `####`), `level`,
-        `template` (its place in `TEMPLATES`) and `held_out`.
+        Rows with `question`, `answer` (a worked solution, and the number after `####`), `level` and
+        `template` (its place in `TEMPLATES`).
     """
     rows: dict[str, dict[str, Any]] = {}
     draw = random.Random(f"{seed}-{held_out}")
@@ -224,7 +224,7 @@ def _problem(place: int, draw: random.Random, held_out: str | None) -> dict[str,
     return {
         "question": (distractor + template.text).format(**words, **numbers, d=draw.randint(2, 12)),
         "answer": "\n".join([*lines, f"#### {steps[-1][-1]}"]),
-        "level": template.level, "template": place, "held_out": held_out,
+        "level": template.level, "template": place,
     }  # fmt: skip
 
 

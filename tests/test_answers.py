@@ -43,9 +43,10 @@ def test_the_last_marked_answer_is_extracted(text, marked):
         ("-$5", -5), ("$-5", -5), ("-$-5", None), ("50%", 50), ("1/2", Fraction(1, 2)),
         ("-1/2", Fraction(-1, 2)), ("3.", 3), (".5", Fraction(1, 2)), (" 7 ", 7),
         ("1,000,000", 10**6), ("1/0", None), ("1/2/3", None), ("1,23", None), ("12,", None),
-        ("", None), (".", None), ("-", None), ("1e9", None), ("nan", None), ("12 apples", None),
+        ("", None), (".", None), ("-", None), ("nan", None), ("12 apples", None),
         ("1 2", None), ("\u0663", None), ("\u00b2", None), ("0x10", None), ("1_000", None),
-        ("9" * 101, None),
+        ("1e9", 10**9), ("1.5e-3", Fraction(3, 2000)), ("-2.5E+2", -250), ("1e3/4", 250),
+        ("e3", None), ("1e", None), ("1e1.5", None), ("1e9999", None), ("9" * 1001, None),
     ),
 )  # fmt: skip
 def test_number_of(text, expected):
@@ -65,8 +66,32 @@ def test_number_of(text, expected):
         ("3.1415926", "3.1415927", False), ("0.0000004", "0.0", False), ("1/3", "0.333333", False),
         # No answer is never right.
         ("", "", False), (" ", "0", False), (None, "0", False), ("x", " ", False),
-        # A text may be of any length, an expression may not.
-        ("x" * 200, "x" * 200, True), ("x" * 200, "y", False), ("y", "x" * 200, False),
+        ("1e3", "1000", True), ("0.0015", "1.5e-3", True), ("250", "2.5E2", True),
+        ("1e3", "1,000", True), ("1e3", "1001", False), ("1e3", "8.155", False),
+        ("1" + "0" * 200, "1e200", True), ("1e200", "1" + "0" * 199 + "1", False),
+        # A number of things is the number; another number or other things are not.
+        ("5 apples", "5", True), ("5", "5 apples", True), ("5 apples", "5 pears", False),
+        ("3/4 cup", "0.75", True), ("60 miles/hour", "60", True), (r"5\text{ feet}", "5", True),
+        ("$18 each", "18", True), ("5 million", "5", False), ("5", "50 percent", False),
+        ("7 apples and 8", "7", False), ("-7 apples", "7", False),
+        # Letters of words are no factors.
+        ("olleh", "hello", False), ("silent", "listen", False), ("on", "no", False),
+        ("Ture", "True", False), ("a*c*t", "cat", False), ("(silent)", "listen", False),
+        ("[on, in]", "[no, in]", False), ("dog, cat", "cat, dog", False), ("ba", "ab", False),
+        ("well-known", "known-well", False), ("Smith John", "John Smith", False),
+        (r"\text{on}", r"\text{no}", False), ("\u4e1c\u4eac", "\u4eac\u4e1c", False),
+        ("walk(felt)", "walk(left)", False), ("Paris", "paris", False),
+        # Codes, times, ratios and dates are no expressions.
+        ("BA-12", "AB-12", False), ("4e", "e4", False), ("1A", "A1", False),
+        ("10.5", "10:30", False), ("10:3", "10:30", False), ("6:4", "3:2", False),
+        ("1.5", "3:2", False), ("2021", "2024-01-02", False), ("2024-02-01", "2024-01-02", False),
+        ("1/2/2024", "2/1/2024", False), ("2:30", "2:30 pm", False),
+        # Spellings change nothing.
+        (r"\text{Paris}", "Paris", True), ("Paris.", "Paris", True), ("$x$", "x", True),
+        ("cat,dog", "cat, dog", True), ("10 : 30", "10:30", True), ("1{,}450", "1450", True),
+        (r"50\%", "0.5", True), ("e\u2011mail", "e-mail", True), ("New  York", "New York", True),
+        # A text may be of any length.
+        ("x" * 2000, "x" * 2000, True), ("x" * 2000, "y", False), ("y", "x" * 2000, False),
     ),
 )  # fmt: skip
 def test_numbers_and_texts_are_compared_exactly(answer, right, same, monkeypatch):
@@ -74,12 +99,25 @@ def test_numbers_and_texts_are_compared_exactly(answer, right, same, monkeypatch
     assert answers.same_answer(answer, right) is same
 
 
+MATRIX = (
+    r"\begin{pmatrix} \frac{1}{6} & -\frac{1}{3} & \frac{1}{6} \\ -\frac{1}{3} & \frac{2}{3} & "
+    r"-\frac{1}{3} \\ \frac{1}{6} & -\frac{1}{3} & \frac{1}{6} \end{pmatrix}"
+)
+
+
 @pytest.mark.parametrize(
     ("answer", "right", "same"),
     (
         ("x+1", "1+x", True), ("x+1", "x-1", False), (r"\frac{3}{4}", "3/4", True),
         (r"\sqrt{2}/2", r"\frac{\sqrt{2}}{2}", True), (r"\$18", "18", True), ("3 + 2 = 5", 5, True),
-        ("3 + 2 = 6", 5, False), (r"\sqrt{", "2", False), ("7 apples and 8", "7", False),
+        ("3 + 2 = 6", 5, False), (r"\sqrt{", "2", False), ("x=5", "5", True), ("12 cm", "12", True),
+        ("1+2yx", "2xy+1", True), ("2 x y", "2xy", True), ("2xy", "2", False), ("A", "(A)", True),
+        ("(4,3)", "(3,4)", False), ("4,3", "3,4", True), (r"\{2,1\}", "{1,2}", True),
+        ("[1, 2)", "[1,2)", True), ("(1,2)", "[1,2]", False), ("x\u22121", "x-1", True),
+        ("2.5 + 3", "5.5", True), ("10^3", "1e3", True), (r"1.5 \times 10^{-3}", "1.5e-3", True),
+        ("x=1 and x=2", "x=1, x=2", True), (r"90^\circ", "90", True), ("5!", "120", True),
+        (MATRIX.replace(r"\frac", r"\dfrac").replace(" & ", "&"), MATRIX, True),
+        (MATRIX.replace("-", ""), MATRIX, False), ("+".join("1" * 300), "300", True),
     ),
 )  # fmt: skip
 def test_expressions_are_math_verify_s(answer, right, same):

@@ -1,5 +1,6 @@
 """Reward functions: how they are called, what they may not return, and those of the examples."""
 
+import json
 import math
 import sys
 from functools import partial
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from examples import gsm8k_from_scratch, problems
-from grpo_kernels.training import Trainer, parse_config
+from grpo_kernels.training import Completion, Metric, Trainer, parse_config
 from grpo_kernels.training.problems import rewards
 from grpo_kernels.training.problems.rewards import RewardFunction, check_rewards, reward_table
 from tests.helpers.tiny_models import make_model, make_tokenizer
-from tests.helpers.trainer_runs import FakeRollout, config_of
+from tests.helpers.trainer_runs import FakeRollout, config_of, rows_of
 
 CHAT = [{"role": "user", "content": "a"}]
+SUMS = [{"prompt": f"{i} + 1", "answer": str(i + 1)} for i in range(8)]
 
 
 def functions_of(**functions):
@@ -91,7 +93,7 @@ def test_recipes_have_the_prompt_and_the_rewards_of_the_tutorial():
     for recipe in recipes:
         config = parse_config([str(recipe)])
         assert config.system_prompt == prompt.format(*gsm8k_from_scratch.TAGS)
-        assert config.prompt_template == "{question}" and not config.chat
+        assert not config.chat
         functions = [x.function for x in rewards.resolve_rewards(config.rewards)]
         assert functions == [correctness, gsm8k_from_scratch.format]
 
@@ -208,6 +210,70 @@ def test_parameters_that_are_no_keywords_are_named(function, lacking):
     # Where it judges nothing, it lacks nothing.
     check_rewards([*functions, *functions_of(g=lambda completions: completions)],
                   [{"prompt": "a", "rewards": "g"}], "train")  # fmt: skip
+
+
+# Metrics of a function
+
+
+def wordy(completions, metrics):
+    """A reward function as a file names it."""
+    words = [float(len(text)) for text in completions]
+    metrics.add("words", words)
+    metrics.add("some", [None, math.nan, *words[2:]])
+    metrics.add("calls", 1)
+    return words
+
+
+def test_a_function_named_in_a_file_adds_a_metric_and_its_curve(make, tmp_path):
+    """What it adds in an evaluation is in no row."""
+    trainer = make(
+        rewards=[f"{__name__}:wordy"], prompts_per_step=2, eval_size=2, max_completion_length=20,
+        rollout=as_long_as_asked, problems=(SUMS[:4], SUMS[4:6]),
+    )  # fmt: skip
+    folder = trainer.train()
+    for row in rows_of(folder):
+        assert row["words"] == row["reward"] == row["reward/wordy"] and row["calls"] == 1
+        assert row["some"] > 0 and row["words"] < 20
+    charts = json.loads((folder / "charts.json").read_text())
+    assert charts == {"words": ["words"], "some": ["some"], "calls": ["calls"]}
+    assert "words" in (folder / "report.html").read_text()
+
+
+def as_long_as_asked(policy):
+    """Eight tokens per completion in training, twenty where there is but one completion."""
+    return lambda prompts, count, sampling: [
+        Completion([65 + i % 9] * (20 if count == 1 else 1 + i % 8), True)
+        for i in range(len(prompts) * count)
+    ]
+
+
+def test_metrics_that_are_registered_stay_as_they_are(make):
+    trainer = make(rewards={"noise": wordy}, problems=(SUMS, ()), rollout=lambda _: FakeRollout())
+    trainer.metrics.register(Metric("words", merge="max", chart="longest"))
+    row, samples = trainer.train_step(trainer.train_problems[:4])
+    assert row["words"] == max(map(len, samples.texts)) > row["reward"]
+    assert trainer.metrics.charts()["longest"] == ["words"]
+
+
+@pytest.mark.parametrize(
+    ("function", "problem", "message"),
+    (
+        (lambda completions, metrics: metrics.add("reward", [1.0]), {},
+         "ValueError: metrics: expected a name that the library does not use; got 'reward'"),
+        (lambda completions, metrics: [1.0], {"metrics": 3},
+         "its parameter metrics gets the step's metrics, and the problems have a column metrics"),
+    ),
+)  # fmt: skip
+def test_names_of_metrics_that_are_taken_are_refused(function, problem, message, make):
+    metrics = make(problems=(SUMS, ())).metrics
+    with pytest.raises(rewards.RewardError, match=f"^reward function f: {message}"):
+        reward_table(functions_of(f=function), [{"prompt": "a", **problem}], ["x"], metrics=metrics)
+    if problem:
+        with pytest.raises(ValueError, match=message):
+            check_rewards(functions_of(f=function), [{"prompt": "a", **problem}], "train")
+        # All columns are the problems' own.
+        own = functions_of(f=lambda **columns: columns["metrics"])
+        assert reward_table(own, [{"prompt": "a", **problem}], ["x"]) == [[3.0]]
 
 
 def test_messages_are_answered_by_messages():

@@ -16,7 +16,7 @@ from grpo_kernels import GRPOLossConfig
 from grpo_kernels.base.hints import ELSEWHERE
 from grpo_kernels.training import TrainingConfig, parse_config
 from grpo_kernels.training import __main__ as training_command
-from grpo_kernels.training.config import DEFAULTS, DTYPES, split_revision
+from grpo_kernels.training.config import DEFAULTS, DTYPES
 from grpo_kernels.training.loading import check_host, check_rollout
 from grpo_kernels.training.run import ranks
 from grpo_kernels.training.run.ranks import make_accelerator
@@ -69,7 +69,8 @@ VALUES = {
     r"seed: expected a number from 0 to 2\^32 - 1; got 4294967296": {"seed": 2**32},
     "minibatches: expected a divisor of prompts_per_step = 4": {"minibatches": 3},
     "eval_every=2 has no effect without eval_size: set": {"eval_every": 2},
-    "prompt_template: expected a text with {question} in it": {"prompt_template": "no place"},
+    r"stop: expected strings that are not empty, .*; got \['a', ''\]": {"stop": ["a", ""]},
+    r"stop: expected strings that are not empty": {"stop": ""},
     "kl_estimator='k1' has no effect without beta": {"kl_estimator": "k1"},
     "lora_alpha=8 has no effect without lora_rank": {"lora_alpha": 8},
     "sync_ref_every=2 has no effect without beta": {"sync_ref_every": 2},
@@ -101,7 +102,7 @@ def test_values_are_checked(message):
     (
         ("steps", 1.5, "expected int; got 1.5"),
         ("steps", "3", "expected int; got '3'"),
-        ("stop", "x", r"expected list\[str\]; got 'x'"),
+        ("stop", 3, r"expected list\[str\]; got \[3\]"),
         ("stop", ["x", 1], r"expected list\[str\]; got \['x', 1\]"),
         ("resume", 1, "expected bool; got 1"),
         ("output", 3, "expected str"),
@@ -195,7 +196,7 @@ def test_options_of_ones_own():
         ("ref_model: '0123456'", [], {"ref_model": "0123456"}),
         ("ref_model: null", [], {"ref_model": None}),
         ("scale_rewards: none", [], {"scale_rewards": "none"}),
-        ("stop: [no, '007', '']", [], {"stop": ["no", "007", ""]}),
+        ("stop: [no, '007']", [], {"stop": ["no", "007"]}),
         ("rewards: [answer, format]\nreward_weights: [1, .5]", [], {"reward_weights": [1.0, 0.5]}),
         ("steps: 1_000\nchat: yes", [], {"steps": 1000, "chat": True}),
         ("beta: 1", [], {"beta": 1.0, "output": "n"}),
@@ -228,11 +229,31 @@ def test_a_run_has_a_file_of_its_options(tmp_path):
     assert parse_config([str(path)], kind=Own) == config
 
 
-def test_a_revision_is_behind_the_name_of_a_model_on_the_hub(tmp_path):
-    (folder := tmp_path / "m@v1").mkdir()
-    assert split_revision("a/b@v1") == ("a/b", {"revision": "v1"})
-    for model in ("a/b", str(folder)):
-        assert split_revision(model) == (model, {})
+@pytest.mark.parametrize("source", ("python", "yaml", "flags"))
+def test_one_value_is_a_list_of_one(source, tmp_path):
+    values = {"rewards": "answer", "reward_weights": 0.5, "stop": "###", "trackers": "wandb"}
+    if source == "python":
+        config = config_of(**values)
+    elif source == "yaml":
+        (tmp_path / "run.yaml").write_text(json.dumps({"model": "m", **values}))
+        config = parse_config([str(tmp_path / "run.yaml")])
+    else:
+        flags = [x for name, value in values.items() for x in (f"--{name}", str(value))]
+        config = parse_config(["--model", "m", *flags])
+    assert all(getattr(config, name) == [value] for name, value in values.items())
+    assert config_of(stop=[]).stop == []
+
+
+def test_the_home_folder_is_written_out_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = {name: f"~/{name}" for name in ("model", "ref_model", "dataset", "output")}
+    for config in (
+        TrainingConfig(beta=0.1, **paths),
+        parse_config(["--beta=0.1", *(f"--{name}={path}" for name, path in paths.items())]),
+    ):
+        assert {name: getattr(config, name) for name in paths} == {
+            name: f"/home/me/{name}" for name in paths
+        }
 
 
 NO_SUCH = f"--batch_size does not exist here. {ELSEWHERE['batch_size']}"

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from examples.word_problems import KINDS, LEVELS, PROMPT, word_problems
+from examples.word_problems import KINDS, LEVELS, NEW, PROMPT, word_problems
 from grpo_kernels.training import TrainingConfig, load_problems
 
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = <<\1\2\3=(\d+)>>\4")
@@ -64,7 +64,7 @@ def test_the_dataset(name, levels):
     config = TrainingConfig(**options, eval_size=21)
     train, held_out = load_problems(config)
     assert len(train) == config.train_size
-    assert Counter(row["held_out"] for row in held_out) == {KINDS[0]: 11, KINDS[1]: 10}
+    assert Counter(row["template"] in NEW for row in held_out) == {False: 11, True: 10}
     assert {row["level"] for row in train} == {row["level"] for row in held_out} == levels
     for row in (*train, *held_out):
         assert row["answer"].isdigit()

@@ -11,6 +11,7 @@ try:
     from .loading import load_model
     from .problems.data import Problem, problem_of
     from .problems.data import load as load_problems
+    from .problems.rewards import OwnMetrics
     from .run.metrics import Metric
     from .sampling.completions import Completion, SamplingParams
     from .sampling.rollout import Rollout
@@ -26,6 +27,7 @@ except ModuleNotFoundError as error:
 __all__ = [
     "Completion",
     "Metric",
+    "OwnMetrics",
     "Problem",
     "Rollout",
     "Samples",

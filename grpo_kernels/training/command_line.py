@@ -23,7 +23,7 @@ from ruamel.yaml import YAML, YAMLError
 from ..base.hints import ELSEWHERE
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSS_TYPES, flat_fields
-from .config import TrainingConfig, defaults_of
+from .config import TrainingConfig, as_list, defaults_of, lists_of
 
 _Config = TypeVar("_Config", bound=TrainingConfig)
 # Titles in `--help`, by the first option under each in `TrainingConfig`.
@@ -94,7 +94,7 @@ class _Parser(ArgumentParser):
 
 def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentParser:
     """The parser of all options, in groups; `defaults` go before those of `kind`."""
-    set_loader("yaml_1.2", YAML(typ="safe", pure=True).load, (YAMLError,))
+    set_loader("yaml_1.2", lambda text: _loaded(text, lists_of(kind)), (YAMLError,))
     usage = "%(prog)s [FILE.yaml] [--OPTION VALUE ...]"
     spec = sys.modules["__main__"].__spec__  # of `python -m`, None of a script
     parser = _Parser(
@@ -126,6 +126,14 @@ def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentPar
             f"--{name}", default=values[name], help=helps[name], **more
         )
     return parser
+
+
+def _loaded(text: str, lists: Sequence[str]) -> Any:
+    """Reads YAML; one value of an option that is a list is a list of one, as it is of a flag."""
+    loaded = YAML(typ="safe", pure=True).load(text)
+    if isinstance(loaded, dict):
+        return {name: as_list(x) if name in lists else x for name, x in loaded.items()}
+    return loaded
 
 
 def _titles(kind: type[TrainingConfig]) -> dict[str, str]:

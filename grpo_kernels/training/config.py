@@ -6,13 +6,14 @@ import importlib
 import inspect
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
@@ -39,7 +40,7 @@ class TrainingConfig(GRPOLossConfig):
 
     # Model
     model: str = ""
-    """Causal language model: a name on the hub, as OWNER/NAME[@REVISION], or a folder."""
+    """Causal language model: a folder, or a name on the hub, OWNER/NAME."""
     dtype: Literal["mixed", "fp32", "bf16"] = "mixed"
     """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32, GEMMs bf16 on a GPU that has
     it)."""
@@ -54,15 +55,14 @@ class TrainingConfig(GRPOLossConfig):
 
     # Data and rewards
     dataset: str = ""
-    """Problems: a name on the hub, as OWNER/NAME[:CONFIG][@REVISION] (openai/gsm8k:main); a .jsonl
-    or .parquet file; or module:function, which returns problems to train on and held-out ones."""
+    """Problems: a file (.jsonl, .json, .parquet, .csv) or a folder; else module:function, which
+    returns problems to train on and held-out ones; else a name on the hub, OWNER/NAME."""
+    dataset_config: str = ""
+    """Configuration of a dataset on the hub that has several (main of openai/gsm8k)."""
     train_size: int = 1000
     """Largest number of problems to train on; 0: all."""
-    eval_dataset: str = ""
-    """Separate dataset for evaluation, named like dataset; empty: hold out part of dataset."""
     eval_size: int = 64
-    """Largest number of held-out problems, evaluated before and after training; 0: no evaluation
-    (in training.evaluate: all)."""
+    """Largest number of held-out problems, evaluated before and after training; 0: none."""
     eval_max_completion_length: int | None = None
     """Largest number of tokens per completion in evaluations; None: max_completion_length."""
     eval_temperature: float = 0.0
@@ -70,9 +70,8 @@ class TrainingConfig(GRPOLossConfig):
     chat: bool = False
     """Apply the tokenizer's chat template to prompts."""
     system_prompt: str = ""
-    """Text before every question; with chat the system message."""
-    prompt_template: str = ""
-    """Prompt with {question} in it; empty: an instruction and, without chat, an example."""
+    """Instruction before every question, with chat as the system message; empty: one that asks for
+    the tags of the reward format, without chat with an example."""
     max_prompt_length: int = 512
     """Largest number of tokens per prompt; problems with longer prompts are dropped."""
     rewards: list[str] = field(default_factory=lambda: ["answer", "format"])
@@ -101,7 +100,7 @@ class TrainingConfig(GRPOLossConfig):
     """With top_k, top_p or min_p, train the truncated distribution, as sampled; off: the full
     softmax."""
     stop: list[str] = field(default_factory=list)
-    """Strings after which a completion ends."""
+    """Strings after which a completion ends; none: only at an end token."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut at max_completion_length out of the loss."""
     rollout: Literal["generate", "vllm"] = "generate"
@@ -171,6 +170,7 @@ class TrainingConfig(GRPOLossConfig):
 
     def __post_init__(self) -> None:
         plain_numbers(self)
+        self._take_shorthand()
         loss_options = {*GRPOLossConfig.__dataclass_fields__} - {"max_completion_length"}
         for name, hint in get_type_hints(type(self)).items():
             if name in loss_options:  # `loss_config` checks them
@@ -278,6 +278,14 @@ class TrainingConfig(GRPOLossConfig):
         if not holds:
             raise ValueError(f"{name}: expected {expected}; got {getattr(self, name)!r}")
 
+    def _take_shorthand(self) -> None:
+        """Expands `~` in paths; makes one value where a list is wanted a list of one."""
+        for name in ("model", "ref_model", "dataset", "output"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, os.path.expanduser(value))
+        for name in lists_of(type(self)):
+            object.__setattr__(self, name, as_list(getattr(self, name)))
+
     def _check_values(self) -> None:
         """Refuses values out of their range."""
         require, n = self.require, vars(self)
@@ -288,8 +296,7 @@ class TrainingConfig(GRPOLossConfig):
         as_many = not weights or len(weights) == len(rewards)
         finite = as_many and all(map(math.isfinite, weights))
         require("reward_weights", finite, f"a finite number for each of {rewards}")
-        template = self.prompt_template or "{question}"
-        require("prompt_template", "{question}" in template, "a text with {question} in it")
+        require("stop", all(self.stop), "strings that are not empty, or an empty list for none")
         for name in ("steps", "prompts_per_step", "minibatches", "max_prompt_length",
                      "max_completion_length", "epochs_per_rollout", "micro_batch_size",
                      "show_every"):  # fmt: skip
@@ -356,23 +363,25 @@ def defaults_of(kind: type[TrainingConfig]) -> dict[str, Any]:
 DEFAULTS = defaults_of(TrainingConfig)
 
 
-def split_revision(model: str) -> tuple[str, dict[str, str]]:
-    """The name in `NAME@REVISION`, and the revision as an argument, where there is one."""
-    name, _, revision = model.partition("@")
-    if not revision or Path(model).exists():
-        return model, {}
-    return name, {"revision": revision}
+def lists_of(kind: type[TrainingConfig]) -> list[str]:
+    """The names of the options that are lists."""
+    return [name for name, hint in get_type_hints(kind).items() if get_origin(hint) is list]
+
+
+def as_list(value: Any) -> Any:
+    """Makes a text or a number a list of one; returns anything else as it is."""
+    return [value] if isinstance(value, str | int | float) else value
 
 
 def imported(option: str, name: str) -> Callable[..., Any]:
-    """The function of `module:function`, of a module here or installed.
+    """The function of `module:function`: of a module in this folder, else of an installed one.
 
     Raises:
         ValueError: there is no such module, or no such function in it.
     """
     module, _, attribute = name.partition(":")
-    if "" not in sys.path:
-        sys.path.append("")  # as `python -m` has it, not a script
+    if sys.path[0] not in ("", os.getcwd()):
+        sys.path.insert(0, "")  # as `python -m` has it, not a script
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -27,6 +27,7 @@ from .problems.data import Problem
 from .problems.prompts import PromptEncoder, short_enough
 from .problems.rewards import RewardFunction, check_rewards, judge, resolve_rewards, weighted_sum
 from .run import logs, ranks
+from .sampling.completions import vocabulary_of
 from .sampling.rollout import Sampler
 
 # Columns of problems by whose values accuracy is parts apart.
@@ -147,7 +148,7 @@ def evaluate(
         asked = deepcopy(local[start : start + size])  # which observers may change
         some = [problem for problem in asked for _ in range(count)]
         completions = sampler(asked, count, temperature, length=length)
-        judged = judge(sampler, rewards, is_correct, some, completions)
+        judged = judge(accelerator, rewards, is_correct, some, None, **sampler.written(completions))
         late += judged.timed_out
         totals = weighted_sum(judged.rewards, config.reward_weights).tolist()
         for i, problem in enumerate(some):
@@ -193,7 +194,7 @@ class EvaluationConfig(TrainingConfig):
 def main(argv: Sequence[str] | None = None) -> None:
     from .command_line import parse_config
     from .loading import check_rollout, load_model, make_rollout, set_pad_token
-    from .problems.data import load_to_answer
+    from .problems.data import problems_of
     from .run import report
     from .step.policy import Policy
 
@@ -204,15 +205,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_rollout(config, accelerator)
     rewards = resolve_rewards(config.rewards)
     try:
-        problems, which = load_to_answer(config, config.eval_size or None)
+        problems = problems_of(config.dataset, config)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    check_rewards(rewards, problems, config.eval_dataset or config.dataset, compared=True)
+    check_rewards(rewards, problems, config.dataset, compared=True)
     model, tokenizer = load_model(config)
     set_pad_token(tokenizer, model)
     say = tqdm.write if accelerator.is_main_process else lambda _: None
-    say(which)
-    encode = PromptEncoder(tokenizer, chat=config.chat)
+    encode = PromptEncoder(tokenizer, chat=config.chat, vocabulary=vocabulary_of(model))
     problems = short_enough(problems, encode, config.max_prompt_length, say)
     if not problems:
         raise SystemExit("eval_size: expected at least one problem to answer; got none")

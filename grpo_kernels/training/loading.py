@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..integrations.hf_head import check_logits
-from .config import DTYPES, TrainingConfig, split_revision
+from .config import DTYPES, TrainingConfig
 from .problems.data import why_not_downloaded
 from .run import checkpoint, ranks
 from .sampling.completions import check_has_logps, vocabulary_of
@@ -38,11 +38,8 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
     check_host(config, on_cpu=not torch.accelerator.is_available())
     from transformers import AutoTokenizer
 
-    model, (name, revision) = (
-        _pretrained("model", config.model, config),
-        split_revision(config.model),
-    )
-    tokenizer = AutoTokenizer.from_pretrained(name, **revision)
+    model = _pretrained("model", config.model, config)
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
     return set_trainable(model, config), tokenizer
 
 
@@ -62,9 +59,9 @@ def load_reference(config: TrainingConfig, tokenizer: Any) -> Any:
 def _pretrained(option: str, model: str, config: TrainingConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    (name, revision), dtype = split_revision(model), getattr(torch, DTYPES[config.dtype])
+    dtype = getattr(torch, DTYPES[config.dtype])
     with explain_missing_model(model, option):
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **revision)
+        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from ..head.budget import default_chunk_bytes
 from ..integrations.hf_head import head_of
 from ..integrations.private import without_memory
 from .command_line import parse_config
-from .config import DTYPES, TrainingConfig, split_revision
+from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, set_trainable
 from .sampling.vllm_rollout import kv_cache_bytes
 from .step.policy import Batch, Policy, without_values
@@ -260,8 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     gpu_bytes = None if config.gpu_gib is None else int(config.gpu_gib * GIB)
     try:
         with explain_missing_model(config.model):
-            name, revision = split_revision(config.model)
-            model_config = AutoConfig.from_pretrained(name, **revision)
+            model_config = AutoConfig.from_pretrained(config.model)
     except OSError as error:
         sys.exit(str(error))
     prediction = predict(

@@ -26,7 +26,7 @@ from .loading import (
     set_pad_token,
 )
 from .problems.answers import is_correct as answer_is_correct
-from .problems.data import Problem
+from .problems.data import Problem, not_held_out
 from .problems.prompts import PromptEncoder, short_enough
 from .problems.rewards import Reward, check_rewards, judge, resolve_rewards, weighted_sum
 from .run import checkpoint, logs, ranks
@@ -34,7 +34,7 @@ from .run.interruptions import OutOfMemory, Preempted, StepError
 from .run.metrics import Clock
 from .run.observers import introduction, print_above
 from .run.run import Run, place_of
-from .sampling.completions import Completion
+from .sampling.completions import Completion, vocabulary_of
 from .sampling.rollout import Rollout, Sampler
 from .step.explanations import Explanations
 from .step.gradients import add_gradients
@@ -58,7 +58,8 @@ class Trainer:
         tokenizer: the model's.
         train: problems, dicts with a `prompt` (a string, or a chat's messages) and the columns that
             the reward functions want.
-        held_out: problems for the evaluations.
+        held_out: problems for the evaluations; those to train on that have their prompts are left
+            out.
         rewards: functions by name, for names in `config.rewards` that are not the library's.
         is_correct: takes a completion and its problem's answer; evaluations count by it.
         rollout: given the wrapped policy, returns who samples; None: as `config.rollout` says. To
@@ -96,11 +97,11 @@ class Trainer:
         if rollout is None:
             check_rollout(config, accelerator)
         set_seed(config.seed)
-        encode = PromptEncoder(tokenizer, chat=config.chat)
+        encode = PromptEncoder(tokenizer, chat=config.chat, vocabulary=vocabulary_of(model))
         say = print_above if accelerator.is_main_process else lambda _: None
         self.train_problems, self.held_out = (
             short_enough(problems, encode, config.max_prompt_length, say)
-            for problems in (train, held_out)
+            for problems in (not_held_out(train, held_out, say), held_out)
         )
         self.reference: ReferenceModel | None = None
         if config.beta:
@@ -234,8 +235,9 @@ class Trainer:
         """Makes samples of this process's completions, with their rewards."""
         config, copies = self.config, deepcopy(list(problems))  # observers may change what they see
         judged = judge(
-            self.sampler, self.rewards, self.is_correct if self.has_answers else None,
-            [problem for problem in copies for _ in range(config.num_generations)], completions,
+            self.accelerator, self.rewards, self.is_correct if self.has_answers else None,
+            [problem for problem in copies for _ in range(config.num_generations)], self.metrics,
+            **self.sampler.written(completions),
         )  # fmt: skip
         total = weighted_sum(judged.rewards, config.reward_weights)
         return samples_of(

@@ -50,7 +50,7 @@ BY_DATASET = (
         {"rewards": ["answer"], "max_completion_length": 32},
     ),
     (
-        ["openai/gsm8k:main"], "gsm8k", {"stop": ["</answer>"], "max_completion_length": 128},
+        ["openai/gsm8k"], "gsm8k", {"stop": ["</answer>"], "max_completion_length": 128},
     ),
     # Flags are checked beside the defaults that they go with: two weights, two rewards.
     (
@@ -74,7 +74,7 @@ def test_a_reward_is_refused_before_a_model_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "longest"), (("examples.word_problems:all_levels", 32), ("openai/gsm8k:main", 128))
+    ("dataset", "longest"), (("examples.word_problems:all_levels", 32), ("openai/gsm8k", 128))
 )
 @pytest.mark.parametrize("flag", ("--print_config", "--print-config"))
 def test_printed_options_are_those_of_the_dataset(flag, dataset, longest, capsys, tmp_path):

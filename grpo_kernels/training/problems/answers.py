@@ -3,15 +3,44 @@ r"""Answers: the one that a completion marks, and whether it equals the right on
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral
 
 from .expressions import same_expression
 
-# Characters in a number, or in an expression that math-verify gets.
-LONGEST = 100
+# Characters in a number.
+LONGEST = 1000
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-_NUMBER = re.compile(rf"([+-]?)[$€£]?([+-]?)({_DIGITS})(?:\s?/\s?({_DIGITS}))?\s?%?\.?", re.ASCII)
+_PART = rf"((?:{_DIGITS})(?:[eE][+-]?\d{{1,3}})?)"
+_NUMBER = re.compile(rf"([+-]?)[$€£]?([+-]?){_PART}(?:\s?/\s?{_PART})?\s?%?\.?", re.ASCII)
+_EXPONENT = re.compile(r"[\d.,]+[eE][+-]?\d+", re.ASCII)
+# A number of things or of a unit. 5 million is another number than 5.
+_QUANTITY = re.compile(
+    r"([-+$€£\d.,/ ]*\d)\s*(?!(?:hundred|thousand|million|billion|trillion|dozen|percent|or|and)\b)"
+    r"(°|[^\W\d_]{3,}(?:[ /-][^\W\d_]+)*)"
+)
+# Spellings that change nothing: `\text{yes}`, `1{,}450`, `50\%`, `5\,m`, `$x$`, `(1, 2)`.
+_SPELLINGS = (
+    (r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\$]*)\}", r"\1"), (r"\{,\}", ","),
+    (r"\\([%$])", r"\1"), (r"\\[,;:! ]", " "), ("[\u2212\u2010\u2011]", "-"),
+    (r"^\$+([^$]+)\$+$", r"\1"), (r"\s+", " "), (r"(?<=\W) | (?=\W)", ""),
+)  # fmt: skip
+# Letters that are neither words nor factors.
+_COMMANDS = re.compile(
+    r"\\begin\{\w+\*?\}(?:\{[clr|]+\})?|\\(?:end|operatorname|mathbb|mathcal)\{\w+\*?\}|\\[a-zA-Z]+"
+    r"|\b(?:sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|lg|exp|sqrt|pi|inf"
+    r"|infty|min|max|gcd|lcm|mod|det|and|or)(?![a-zA-Z])"
+)
+# A word; a code, `A1` or `AB-12`; a time or a ratio; a date.
+_TEXT = re.compile(
+    r"[^\W\d_]{3}|[^\W\d_]{2}-|-[^\W\d_]{2}|[^\W\d_]\d|\d:\d|\d{4}-\d{1,2}-\d{1,2}"
+    r"|\d{1,2}([-/.])\d{1,2}\1\d{2}"
+)
+_TWO_LETTERS = re.compile(r"[^\W\d_]{2}")
+# An operator, those of Unicode as well, or a command of LaTeX; `2x`, whose letter is a factor.
+_OPERATORS = re.compile(r"[-+*/^=<>|!\\\xb1\xb7\xd7\xf7\u2200-\u22ff]|\d ?[^\W\d_]")
+_BRACKETS = re.compile(r"[()\[\]{},]")
 
 
 def extract_answer(completion: str) -> str | None:
@@ -38,8 +67,9 @@ def extract_answer(completion: str) -> str | None:
 def same_answer(answer: str | None, right: str | int) -> bool:
     """Returns whether an answer equals the right one, as text, number or expression.
 
-    Two numbers are equal if they are the same fraction; 50% equals both 50 and 0.5. math-verify is
-    asked only where one side is no number.
+    Two numbers are equal if they are the same fraction; 50% equals both 50 and 0.5, and 5 equals
+    `5 apples`. Words, codes, times, ratios and dates are compared as text. math-verify is asked
+    where one side has an operator, a bracket, a fraction or a command of LaTeX.
 
     Raises:
         TypeError: the right answer is neither text nor a whole number.
@@ -49,14 +79,21 @@ def same_answer(answer: str | None, right: str | int) -> bool:
             f"answer: expected text or a whole number; got {right!r}: write it as text, "
             f"{str(right)!r}, or pass an is_correct and reward functions of your own"
         )
-    answer, right = (answer or "").strip(), str(right).strip()
+    answer, right = _plain(answer or ""), _plain(str(right))
     if not answer or not right or answer == right:
         return bool(answer and right)
     number, expected = number_of(answer), number_of(right)
     if number is not None and expected is not None:
         hundreds = Fraction(100) ** (answer.count("%") - right.count("%"))
         return number in (expected, expected * hundreds)
-    return max(len(answer), len(right)) <= LONGEST and same_expression(answer, right)
+    (amount, unit), (expected, of) = _quantity(answer), _quantity(right)
+    if amount is not None and expected is not None:
+        return amount == expected and (unit == of or not (unit and of))
+    answer, right = _without_exponent(answer), _without_exponent(right)
+    if _is_text(answer) or _is_text(right):
+        return False
+    is_expression = any(x.search(y) for x in (_OPERATORS, _BRACKETS) for y in (answer, right))
+    return is_expression and same_expression(answer, right)
 
 
 def is_correct(completion: str, answer: str | int) -> bool:
@@ -65,7 +102,7 @@ def is_correct(completion: str, answer: str | int) -> bool:
 
 
 def number_of(text: str) -> Fraction | None:
-    """Reads a text as a number: `-3`, `$1,234.50`, `50%` (as 50), `1/2`, `7.`; else None.
+    """Reads a text as a number: `-3`, `$1,234.50`, `50%` (as 50), `1/2`, `1.5e-3`, `7.`; else None.
 
     Only ASCII digits count: some others are exponents.
     """
@@ -78,3 +115,30 @@ def number_of(text: str) -> Fraction | None:
     if below == 0:
         return None
     return (-1 if "-" in match[1] + match[2] else 1) * above / below
+
+
+def _plain(text: str) -> str:
+    """The text in the plainest of its spellings."""
+    for spelling, plain in _SPELLINGS:
+        text = re.sub(spelling, plain, text.strip())
+    return text.strip().removesuffix(".")
+
+
+def _quantity(text: str) -> tuple[Fraction | None, str]:
+    """The number in a text, and the unit behind it."""
+    match = _QUANTITY.fullmatch(text) if len(text) <= LONGEST else None
+    return (number_of(match[1]), match[2]) if match else (number_of(text), "")
+
+
+def _is_text(text: str) -> bool:
+    """True for letters that are no factors, and for digits that are no numbers."""
+    bare = _COMMANDS.sub(" ", text)
+    two_letters = _TWO_LETTERS.search(bare) and not _OPERATORS.search(text)
+    return bool(_TEXT.search(bare) or two_letters)
+
+
+def _without_exponent(text: str) -> str:
+    """A number such as `1e3` as 1000: to math-verify e is a number of its own."""
+    if number_of(text) is None:
+        return text
+    return _EXPONENT.sub(lambda x: format(Decimal(x[0].replace(",", "")), "f"), text)

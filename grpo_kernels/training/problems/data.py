@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import random
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from ..config import TrainingConfig, imported
+from .files import FORMATS, Rows, numbered, rows_of_file, splits_of_folder
 from .prompts import build_prompt
 
 Problem = Mapping[str, Any]
 _log = logging.getLogger(__name__)
 
-# Rows, each with its place in messages.
-_Rows = Iterable[tuple[str, Mapping[str, Any]]]
-
 # Splits that are held out, the first that there is.
 _HELD_OUT = ("test", "validation")
+_FUNCTION = re.compile(r"[\w.]+:\w+")
+_ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
@@ -34,88 +36,71 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         ConnectionError: the hub was not reached; the message says what works without it.
     """
     name, unanswered = config.dataset, list[Problem]()
-    # With an `eval_dataset` no problem of this dataset is held out.
-    num_held_out = 0 if config.eval_dataset else config.eval_size
     if _is_function(name):
-        train, held_out = _from_function(name, config)
+        train, held_out = _from_function(config)
     else:
-        splits = _splits(name)
+        splits = _splits(config)
         split = "" if "" in splits else "train"
         if split not in splits:
             raise ValueError(
-                f"dataset: expected a split train to train on; got {sorted(splits)} in {name}, "
-                "which is for `python -m grpo_kernels.training.evaluate`"
+                f"dataset: expected a split train to train on; got {sorted(splits)} in {name}"
             )
         test = next((x for x in _HELD_OUT if x in splits), None)
         # Without a test split any row may be held out, and needs an answer.
-        compared = test is None and num_held_out > 0
+        compared = test is None and config.eval_size > 0
         most = None
         if split and config.train_size:  # five times those that are held out, as `_split` does
-            most = max(config.train_size + num_held_out, 5 * num_held_out)
+            most = max(config.train_size + config.eval_size, 5 * config.eval_size)
         train = _problems(islice(splits[split], most), config, compared)
         if test is None:
-            train, held_out = _split(train, num_held_out)
+            train, held_out = _split(train, config.eval_size)
         else:
             rows = iter(splits[test])
-            held_out = _problems(islice(rows, num_held_out), config, True)
+            held_out = _problems(islice(rows, config.eval_size), config, True)
             # No evaluation asks for the others, which need no answer.
             questions = ({key: row.get(key) for key in ("prompt", "question")} for _, row in rows)
             unanswered = [problem_of(question, config) for question in questions]
-    if config.eval_dataset:
-        held_out = load_to_answer(config)[0]
-    train = _without(train, [*held_out, *unanswered], name)
     if not train:
         raise ValueError(f"dataset: expected at least one problem to train on; got none in {name}")
+    train = not_held_out(train, [*held_out, *unanswered], _log.warning)
     return train[: config.train_size or None], held_out[: config.eval_size]
 
 
-def _without(train: list[Problem], held_out: list[Problem], name: str) -> list[Problem]:
-    """The problems to train on whose prompt is not held out, too."""
-    prompts = {repr(problem.get("prompt")) for problem in held_out}
-    unseen = [problem for problem in train if repr(problem["prompt"]) not in prompts]
+def problems_of(path: str, config: TrainingConfig) -> list[Problem]:
+    """The problems of a file, each with an answer.
+
+    Raises:
+        ValueError: there is no such file, or a row lacks a column that is needed.
+    """
+    return _problems(rows_of_file(path), config, True)
+
+
+def not_held_out(
+    train: Sequence[Problem], held_out: Iterable[Problem], say: Callable[[str], object]
+) -> list[Problem]:
+    """The problems to train on whose prompt is not held out, too; says how many are left out.
+
+    Raises:
+        ValueError: none is left.
+    """
+    prompts = {_key(problem) for problem in held_out}
+    unseen = [problem for problem in train if _key(problem) not in prompts]
+    if not unseen:
+        raise ValueError(
+            f"train: expected a problem whose prompt is not held out; got {len(train)}: hold out "
+            "other problems"
+        )
     if len(unseen) < len(train):
-        _log.warning(
-            "%d of %d problems to train on are left out: %s has their prompts among those held out",
-            len(train) - len(unseen), len(train), name,
-        )  # fmt: skip
+        say(
+            f"{len(train) - len(unseen)} of {len(train)} problems to train on are left out: their "
+            "prompts are held out, too"
+        )
     return unseen
 
 
-def load_to_answer(config: TrainingConfig, most: int | None = None) -> tuple[list[Problem], str]:
-    """The problems that an evaluation answers, and a sentence that says which.
-
-    They are the first `most` (None: all) of the split `test`, else of `validation`; of an
-    `eval_dataset` else of `train`, else of the file, as no run with these options trains on it.
-
-    Raises:
-        ValueError, ConnectionError: as `load`; a run would train on the problems.
-    """
-    name = config.eval_dataset or config.dataset
-    if _is_function(name):
-        problems, source = _from_function(name, config)[1], f"held out by {name}"
-    else:
-        splits = _splits(name)
-        split = next((x for x in (*_HELD_OUT, "train", "") if x in splits), None)
-        if split is None:
-            raise ValueError(
-                f"dataset: expected a split test, validation or train; got {sorted(splits)} in "
-                f"{name}"
-            )
-        if split not in _HELD_OUT and (not config.eval_dataset or _is_same(name, config.dataset)):
-            raise ValueError(
-                f"dataset={name}: a run with these options trains on it: pass --eval_dataset FILE; "
-                "a run's held-out problems are in held_out.jsonl of its folder"
-            )
-        problems = _problems(islice(splits[split], most and most + 1), config, True)
-        source = f"of split {split} of {name}" if split else f"of {name}"
-    if most and len(problems) > most:
-        return problems[:most], f"The first {most} problems {source}, as eval_size says"
-    return problems, f"All {len(problems)} problems {source}"
-
-
-def _is_same(name: str, other: str) -> bool:
-    """True for two names of one file, folder or dataset."""
-    return name == other or (Path(name).exists() and Path(name).resolve() == Path(other).resolve())
+def _key(problem: Problem) -> str:
+    """A text for problems of the same prompt: files order a message's keys as they please."""
+    return json.dumps(problem.get("prompt"), sort_keys=True, default=repr)
 
 
 def final_answer(solution: str) -> str:
@@ -173,14 +158,25 @@ def _is_missing(value: Any) -> bool:
 
 
 def _is_function(name: str) -> bool:
-    return ":" in name and "/" not in name.partition(":")[0]
+    """True for `module:function`, unless a file or folder has this name."""
+    return _FUNCTION.fullmatch(name) is not None and not _is_file(name)
 
 
-def _from_function(name: str, config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+def _is_file(name: str) -> bool:
+    """True for the name of a file or folder, also where there is none."""
+    separators = name.count("/") + name.count(os.sep) * (os.sep != "/")
+    looks = Path(name).suffix in FORMATS or separators > 1 or name.startswith((".", "/"))
+    return bool(name) and (looks or Path(name).exists())
+
+
+def _from_function(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+    name = config.dataset
     try:
         function = imported("dataset", name)
     except ValueError as error:
-        raise ValueError(f"{error}; a dataset on the hub is OWNER/NAME[:CONFIG]") from error
+        raise ValueError(
+            f"{error}; a dataset on the hub is OWNER/NAME, its configuration dataset_config"
+        ) from error
     train, held_out = function(config)
     for i, problem in enumerate(train):
         _check(problem, f"problem {i} to train on of {name}", config, False)
@@ -189,62 +185,35 @@ def _from_function(name: str, config: TrainingConfig) -> tuple[list[Problem], li
     return train, held_out
 
 
-def _splits(name: str) -> Mapping[str, _Rows]:
+def _splits(config: TrainingConfig) -> Mapping[str, Rows]:
     """The rows of a dataset by split; those of a file have no split's name, but ""."""
-    if not name:
-        raise ValueError("dataset: expected a name on the hub, a file, or module:function; got ''")
-    if Path(name).suffix == ".jsonl":
-        return {"": _lines(_file(name))}
+    name, part = config.dataset, config.dataset_config
+    if _is_file(name):
+        if part:
+            raise ValueError(
+                f"dataset_config={part!r} has no effect with {name}: it is for datasets on the hub"
+            )
+        return splits_of_folder(name) if Path(name).is_dir() else {"": rows_of_file(name)}
+    if not _ON_HUB.fullmatch(name):
+        raise ValueError(
+            f"dataset: {name!r} is no file or folder here, no module:function, and no name on the "
+            "hub, OWNER/NAME (its configuration is dataset_config; of a revision pass the folder "
+            "that `hf download --repo-type dataset` makes)"
+        )
     import datasets
 
-    if Path(name).suffix == ".parquet":
-        try:
-            rows = datasets.load_dataset("parquet", data_files=_file(name), split="train")
-        except Exception as error:  # the reader raises errors of its own
-            raise ValueError(
-                f"dataset: expected rows of parquet in {name}; {type(error).__name__}: {error}"
-            ) from error
-        return {"": _numbered(rows, name)}
-    name, _, revision = name.partition("@")
-    name, _, part = name.partition(":")
     try:
-        loaded = datasets.load_dataset(name, part or None, revision=revision or None)
+        loaded = datasets.load_dataset(name, part or None)
     except Exception as error:  # the hub, the cache and the network each raise their own
         raise ConnectionError(
-            f"dataset: {name} was neither cached nor downloaded: {why_not_downloaded(error)}. "
-            "Without the hub: a .jsonl or .parquet file, or module:function"
+            f"dataset: {name} is no file or folder here, and was neither cached nor downloaded: "
+            f"{why_not_downloaded(error)}. Without the hub: a .jsonl or .parquet file, or "
+            "module:function"
         ) from error
-
-    return {split: _numbered(loaded[split], f"split {split} of {name}") for split in loaded}
-
-
-def _numbered(rows: Iterable[Mapping[str, Any]], name: str) -> _Rows:
-    return ((f"row {i} of {name}", row) for i, row in enumerate(rows, 1))
+    return {split: numbered(loaded[split], f"split {split} of {name}") for split in loaded}
 
 
-def _file(name: str) -> str:
-    if not Path(name).is_file():
-        raise ValueError(f"dataset: expected a file; {name} does not exist")
-    return name
-
-
-def _lines(name: str) -> _Rows:
-    """The rows of a file with one object of JSON per line."""
-    with open(name, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"line {number} of {name}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"dataset: expected JSON in {where}; {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"dataset: expected an object in {where}; got {row!r:.80}")
-            yield where, row
-
-
-def _problems(rows: _Rows, config: TrainingConfig, compared: bool) -> list[Problem]:
+def _problems(rows: Rows, config: TrainingConfig, compared: bool) -> list[Problem]:
     """The problems of rows, each of which has what it needs; `compared`: with an answer."""
     problems = []
     for where, row in rows:
@@ -258,24 +227,29 @@ def _problems(rows: _Rows, config: TrainingConfig, compared: bool) -> list[Probl
 
 
 def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool) -> None:
-    """Refuses a problem without a prompt, or without an answer that is compared with."""
+    """Refuses a problem without a prompt, the system prompt, or an answer that is compared with."""
     columns = sorted(key for key, value in problem.items() if value is not None)
     judged = "answer" in config.rewards and applies("answer", problem)
-    if "prompt" in columns and ("answer" in columns or not (compared or judged)):
-        return
-    why = ["the reward answer"] * judged + ["evaluation"] * compared
-    answer = f", and a column answer for {' and '.join(why)}" if why else ""
-    raise ValueError(
-        f"dataset: expected a column question (or prompt){answer}; got {columns} in {where}: "
-        "rename the columns, or set dataset to module:function, which returns the problems"
-    )
+    if "prompt" not in columns or ("answer" not in columns and (compared or judged)):
+        why = ["the reward answer"] * judged + ["evaluation"] * compared
+        answer = f", and a column answer for {' and '.join(why)}" if why else ""
+        raise ValueError(
+            f"dataset: expected a column question (or prompt){answer}; got {columns} in {where}: "
+            "rename the columns, or set dataset to module:function, which returns the problems"
+        )
+    said = json.dumps(problem["prompt"], default=repr)  # in a text, in messages, in their parts
+    if json.dumps(config.system_prompt)[1:-1] not in said:
+        raise ValueError(
+            "system_prompt stands before a question, and has no effect on the column prompt in "
+            f"{where}: write it into the prompts, or leave system_prompt out"
+        )
 
 
 def _split(problems: list[Problem], held_out: int) -> tuple[list[Problem], list[Problem]]:
     """Holds out at most a fifth of the problems, always the same; all or none of a prompt's."""
     by_prompt: dict[str, list[Problem]] = {}
     for problem in problems:
-        by_prompt.setdefault(repr(problem["prompt"]), []).append(problem)
+        by_prompt.setdefault(_key(problem), []).append(problem)
     groups = list(by_prompt.values())
     random.Random(0).shuffle(groups)
     room = min(held_out, len(problems) // 5)
@@ -297,8 +271,6 @@ def why_not_downloaded(error: BaseException | None) -> str:
         lost = type(error).__name__ == "DatasetNotFoundError"
         if isinstance(error, errors.GatedRepoError) or (lost and "gated" in text):
             return "its owner lets in who asks: accept the terms on its page, then `hf auth login`"
-        if isinstance(error, errors.RevisionNotFoundError):
-            return "it has no such revision"
         if lost or isinstance(error, errors.RepositoryNotFoundError):
             return "there is none of this name, or it is private (`hf auth login`)"
         error = error.__cause__ or error.__context__

@@ -18,30 +18,43 @@ EXAMPLE = (
 
 
 def build_prompt(question: str, config: TrainingConfig) -> str | list[dict[str, str]]:
-    """The prompt of a question: text, with an example of ours, or the messages of a chat."""
-    text = f"{INSTRUCTION}\n\n{question}"
-    if config.prompt_template:
-        text = config.prompt_template.replace("{question}", question)
-    elif not config.chat:
-        text = f"{INSTRUCTION}\n\n{EXAMPLE}\n\nQuestion: {question}\n"
-    if not config.chat:
-        return f"{config.system_prompt}\n{text}" if config.system_prompt else text
-    # Ours is no system message: some templates have none.
-    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
-    return [*system, {"role": "user", "content": text}]
+    """The prompt of a question: text, or the messages of a chat."""
+    instruction = config.system_prompt
+    if config.chat and instruction:
+        system = {"role": "system", "content": instruction}
+        return [system, {"role": "user", "content": question}]
+    if config.chat:  # ours is no system message: some templates have none
+        return [{"role": "user", "content": f"{INSTRUCTION}\n\n{question}"}]
+    if instruction:
+        return f"{instruction}\n{question}"
+    return f"{INSTRUCTION}\n\n{EXAMPLE}\n\nQuestion: {question}\n"
 
 
 class PromptEncoder:
-    """Tokenizes the prompts of problems, each once."""
+    """Tokenizes the prompts of problems, each once, for a model with so many tokens."""
 
-    def __init__(self, tokenizer: Any, *, chat: bool) -> None:
-        self.tokenizer, self.chat = tokenizer, chat
+    def __init__(self, tokenizer: Any, *, chat: bool, vocabulary: int) -> None:
+        self.tokenizer, self.chat, self.vocabulary = tokenizer, chat, vocabulary
         self._known: dict[str, list[int]] = {}
 
     def __call__(self, problem: Mapping[str, Any]) -> list[int]:
+        """Returns the tokens of a problem's prompt; none for an empty list of messages.
+
+        Raises:
+            ValueError: the prompt is neither text nor messages, the chat template refuses it, or
+                the model does not know one of its tokens.
+        """
         key = repr(problem["prompt"])
         if key not in self._known:
-            self._known[key] = self._encode(problem["prompt"])
+            ids = self._encode(problem["prompt"])
+            if unknown := [x for x in ids if x >= self.vocabulary]:
+                raise ValueError(
+                    f"prompt: the tokenizer makes {self.tokenizer.decode(unknown[:1])!r} token "
+                    f"{unknown[0]}, and the model has {self.vocabulary} tokens: call "
+                    "model.resize_token_embeddings(len(tokenizer)), or pass the model's own "
+                    f"tokenizer; the prompt is {problem['prompt']!r:.80}"
+                )
+            self._known[key] = ids
         return self._known[key]
 
     def _encode(self, prompt: Any) -> list[int]:
@@ -49,10 +62,21 @@ class PromptEncoder:
             return self._encode_text(prompt)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        begun = prompt[-1].get("role") == "assistant"
-        ids = self.tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=not begun, continue_final_message=begun
-        )
+        if not isinstance(prompt, list | tuple) or not all(
+            isinstance(message, Mapping) and "role" in message for message in prompt
+        ):
+            raise ValueError(
+                f"prompt: expected text, or messages with a role and content; got {prompt!r:.80}"
+            )
+        if not prompt:
+            return []
+        begun = prompt[-1]["role"] == "assistant"
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=not begun, continue_final_message=begun
+            )
+        except Exception as error:  # whatever a template raises
+            raise ValueError(f"prompt: no chat template for {prompt!r:.80}: {error}") from error
         return list(ids if isinstance(ids, list) else ids["input_ids"])
 
     def _encode_text(self, text: str) -> list[int]:

@@ -3,27 +3,27 @@
 Reward functions are called as TRL calls them: by keyword, with `prompts`, `completions`,
 `completion_ids` and the columns of the problems that they name, or all with `**columns`; lists with
 one entry per completion. Where a prompt is messages, so is its completion. They return one number
-per completion, None where they do not apply.
+per completion, None where they do not apply. One that names `metrics` gets an `OwnMetrics`.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from ..config import imported
 from ..run import ranks
 from ..run.interruptions import StepError
-from ..sampling.completions import Completion
-from ..sampling.rollout import Sampler
+from ..run.metrics import Metric, Metrics
 from .answers import is_correct
 from .data import applies, names_rewards, text_of
 from .expressions import timed_out
@@ -70,6 +70,32 @@ class RewardFunction:
 
 class RewardError(StepError, ValueError):
     """A reward function that failed, or returned what is no reward."""
+
+
+@dataclass(frozen=True)
+class OwnMetrics:
+    """Columns that reward functions add to a step's row, each with a curve in the report.
+
+    `metrics` None: the completions are an evaluation's, which is in no row.
+    """
+
+    metrics: Metrics | None = None
+
+    def add(self, name: str, values: float | Iterable[float | None] | Tensor) -> None:
+        """Adds values of completions, say; NaN and None are left out. The row has their mean.
+
+        Raises:
+            ValueError: a name of the library's.
+        """
+        if self.metrics is None:
+            return
+        if name not in self.metrics:
+            self.metrics.register(Metric(name, chart=name))
+        if isinstance(values, float | int):
+            values = [values]
+        if not isinstance(values, Tensor):
+            values = [math.nan if value is None else float(value) for value in values]
+        self.metrics.add(name, values)
 
 
 def resolve_rewards(
@@ -129,12 +155,13 @@ def check_rewards(
 def reward_table(
     rewards: Sequence[RewardFunction], problems: Sequence[Mapping[str, Any]],
     completions: Sequence[str], *, more: Mapping[str, Sequence[Any]] | None = None,
+    metrics: Metrics | None = None,
 ) -> list[list[float]]:  # fmt: skip
     """`[B][R]` rewards, one per completion and function; NaN where a function does not apply.
 
     A function gets copies of its arguments, and only the completions that it judges, with every
     column that one of their problems has, None where another lacks it. `more` are lists with one
-    entry per completion, by keyword.
+    entry per completion, by keyword; `metrics` are those of the step, None for an evaluation.
 
     Raises:
         RewardError: a function raised, or returned another number of values or one that is not
@@ -156,9 +183,9 @@ def reward_table(
             else [{"role": "assistant", "content": text}]
             for text, problem in zip([completions[i] for i in rows], judged, strict=True)
         ]  # fmt: skip
-        arguments = {
+        arguments: dict[str, Any] = {
             # Each by itself: completions of one problem share its objects.
-            key: [deepcopy(x) for x in offered[key]]
+            key: [deepcopy(x) for x in offered[key]] if key in offered else OwnMetrics(metrics)
             for key in _keywords(reward, offered)
         }
         name = f"reward function {reward.label}"
@@ -193,23 +220,30 @@ class Judged:
 
 
 def judge(
-    sampler: Sampler, rewards: Sequence[RewardFunction],
+    accelerator: Accelerator, rewards: Sequence[RewardFunction],
     is_correct: Callable[[str, Any], bool] | None, problems: Sequence[Mapping[str, Any]],
-    completions: Sequence[Completion],
+    metrics: Metrics | None, *, texts: list[str], transcripts: list[str],
+    completion_ids: list[list[int]],
 ) -> Judged:  # fmt: skip
-    """Judges completions, each of its problem; `is_correct` None judges no answer.
+    """Judges completions, each of its problem.
+
+    Args:
+        accelerator: of the processes, which all judge their own.
+        rewards: the functions.
+        is_correct: of a text and its problem's answer; None judges no answer.
+        problems: one per completion.
+        metrics: of the step, to which functions may add; None for an evaluation.
+        texts: what the policy wrote.
+        transcripts: the same with what tools said.
+        completion_ids: tokens of the texts.
 
     Raises:
         RewardError: a function failed on one rank; on every rank.
     """
     before, correct = timed_out(), list[bool]()
-    texts = transcripts = sampler.texts(completions)
-    if any(c.sampled is not None for c in completions):
-        transcripts = sampler.texts(completions, transcripts=True)
-    ids: list[Any] = [c.sampled_ids for c in completions]
-    more = {"transcripts": transcripts, "completion_ids": ids}
-    with ranks.raise_on_all_ranks(sampler.accelerator, RewardError):
-        table = reward_table(rewards, problems, texts, more=more)
+    more = {"transcripts": transcripts, "completion_ids": completion_ids}
+    with ranks.raise_on_all_ranks(accelerator, RewardError):
+        table = reward_table(rewards, problems, texts, more=more, metrics=metrics)
         if is_correct is not None:
             with _explained("is_correct"):
                 right = [deepcopy(problem["answer"]) for problem in problems]
@@ -232,9 +266,16 @@ def _columns(problems: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _keywords(reward: RewardFunction, offered: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """Returns the keywords, of those offered, that a function is called with."""
+    """Returns the keywords, of those offered and `metrics`, that a function is called with."""
     parameters = inspect.signature(reward.function).parameters.values()
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if "metrics" in by_name:
+        if "metrics" in offered:
+            raise RewardError(
+                f"reward function {reward.label}: its parameter metrics gets the step's metrics, "
+                "and the problems have a column metrics: rename the column"
+            )
+        offered = [*offered, "metrics"]
     lacking = [
         p.name for p in parameters
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.default is p.empty

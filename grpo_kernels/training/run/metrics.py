@@ -72,6 +72,10 @@ class Metrics:
                 )
             self._metrics[metric.name] = metric
 
+    def __contains__(self, name: str) -> bool:
+        """True for a registered metric."""
+        return name in self._metrics
+
     def add(self, name: str, values: Iterable[float] | Tensor) -> None:
         """Adds values of this process's tokens or completions to the step; NaN is left out.
 

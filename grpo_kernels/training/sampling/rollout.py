@@ -182,6 +182,14 @@ class Sampler:
                 check_completion(name, one, self.vocabulary, sampling.max_new_tokens)
         return done
 
+    def written(self, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+        """The keywords by which `judge` gets what was sampled."""
+        texts = transcripts = self.texts(completions)
+        if any(c.sampled is not None for c in completions):
+            transcripts = self.texts(completions, transcripts=True)
+        ids = [c.sampled_ids for c in completions]
+        return {"texts": texts, "transcripts": transcripts, "completion_ids": ids}
+
     def texts(self, completions: Sequence[Completion], *, transcripts: bool = False) -> list[str]:
         """Decodes the sampled tokens; for `transcripts` the tokens of tools, too.
 

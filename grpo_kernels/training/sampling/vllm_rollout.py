@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ...base.checks import version_numbers
 from ...integrations import vllm as extension
 from ...integrations.generation import support_of
-from ..config import TrainingConfig, split_revision
+from ..config import TrainingConfig
 from ..run import ranks
 from .completions import Completion, RolloutError, SamplingParams, cut_completion, end_tokens
 
@@ -197,14 +197,12 @@ class VLLMRollout:
 def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
     """Options of vLLM by the names of `LLM`."""
     length = config.max_prompt_length + config.longest_completion
-    model, revision = split_revision(config.model)
     options: dict[str, Any] = {
-        "model": model, "dtype": ranks.gemm_dtype(config), "max_model_len": length,
+        "model": config.model, "dtype": ranks.gemm_dtype(config), "max_model_len": length,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
     }  # fmt: skip
-    options |= revision
     if config.records_support:
         options["return_sampling_mask"] = True
     if not on_gpu:
@@ -212,7 +210,7 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
         from transformers import AutoConfig
 
         # Compiling takes a minute and saves 8 %. With less cache than all rows need, rows wait.
-        text = AutoConfig.from_pretrained(model, **revision).get_text_config()
+        text = AutoConfig.from_pretrained(config.model).get_text_config()
         # Blocks in which all rows fit, each with the tokens of the longest.
         blocks = (rows + 1) * (-(-length // _CPU_BLOCK_SIZE) + 1)
         width = getattr(torch, options["dtype"]).itemsize

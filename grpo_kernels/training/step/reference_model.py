@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..config import TrainingConfig, split_revision
+from ..config import TrainingConfig
 from ..sampling.completions import vocabulary_of
 from .policy import Policy
 
@@ -98,8 +98,7 @@ def check_tokens(name: str, tokenizer: Any) -> None:
     from transformers import AutoTokenizer
 
     try:
-        folder, revision = split_revision(name)
-        other = AutoTokenizer.from_pretrained(folder, **revision)
+        other = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         return
     added = {*tokenizer.added_tokens_decoder, *other.added_tokens_decoder}

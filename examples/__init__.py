@@ -1,0 +1,1 @@
+"""Examples: programs, and modules that options name, such as `examples.problems:additions`."""

@@ -1,0 +1,118 @@
+"""Files and folders of problems: rows, each with its place in messages."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# Rows, each with its place in messages.
+Rows = Iterable[tuple[str, Mapping[str, Any]]]
+
+
+def rows_of_file(name: str) -> Rows:
+    """The rows of a file, by its ending. Values are as the file has them; no type is guessed.
+
+    Raises:
+        ValueError: there is no such file, no reader of its format, or it is not in this format.
+    """
+    if not Path(name).is_file():
+        raise ValueError(f"dataset: expected a file or folder; {name} does not exist")
+    if Path(name).suffix not in FORMATS:
+        raise ValueError(f"dataset: expected a file {', '.join(FORMATS)}; got {name}")
+    return FORMATS[Path(name).suffix](name)
+
+
+def splits_of_folder(name: str) -> Mapping[str, Rows]:
+    """The rows of a folder by split; "" if it was saved without.
+
+    Raises:
+        ValueError: the folder has no dataset.
+    """
+    import datasets
+
+    folder = Path(name).absolute()  # which is no name of a dataset or of a format
+    try:
+        saved = any((folder / x).is_file() for x in ("state.json", "dataset_dict.json"))
+        read = datasets.load_from_disk if saved else datasets.load_dataset
+        loaded = read(str(folder))
+    except Exception as error:  # each reader raises its own
+        raise ValueError(
+            f"dataset: expected a dataset in the folder {name}; {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(loaded, datasets.Dataset):
+        return {"": numbered(loaded, name)}
+    return {split: numbered(loaded[split], f"split {split} of {name}") for split in loaded}
+
+
+def numbered(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
+    """The rows, by their numbers."""
+    return ((f"row {i} of {name}", row) for i, row in enumerate(rows, 1))
+
+
+def _lines(name: str) -> Rows:
+    """The rows of a file with one object of JSON per line."""
+    with open(name, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"line {number} of {name}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"dataset: expected JSON in {where}; {error}") from error
+            yield _object(where, row)
+
+
+def _list(name: str) -> Rows:
+    """The rows of a file with a list of objects; of one with an object per line as well."""
+    content = Path(name).read_bytes()
+    if not content.lstrip().startswith(b"["):
+        yield from _lines(name)
+        return
+    try:
+        rows = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"dataset: expected JSON in {name}; {error}") from error
+    for where, row in numbered(rows, name):
+        yield _object(where, row)
+
+
+def _object(where: str, row: Any) -> tuple[str, Mapping[str, Any]]:
+    if not isinstance(row, dict):
+        raise ValueError(f"dataset: expected an object in {where}; got {row!r:.80}")
+    return where, row
+
+
+def _table(name: str) -> Rows:
+    """The rows of a file with values between commas, all of them text; an empty one is none."""
+    with open(name, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for row in reader:
+                where = f"line {reader.line_num} of {name}"
+                if None in row or None in row.values():
+                    raise ValueError(f"expected {len(reader.fieldnames or ())} values in {where}")
+                yield where, {key: value or None for key, value in row.items()}
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"dataset: {name} is no table of values; {error}") from error
+
+
+def _parquet(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(name) as file:
+            rows = [row for batch in file.iter_batches() for row in batch.to_pylist()]
+    except Exception as error:  # the reader raises errors of its own
+        raise ValueError(
+            f"dataset: expected rows of parquet in {name}; {type(error).__name__}: {error}"
+        ) from error
+    yield from numbered(rows, name)
+
+
+FORMATS: dict[str, Callable[[str], Rows]] = {
+    ".jsonl": _lines, ".json": _list, ".csv": _table, ".parquet": _parquet,
+}  # fmt: skip
