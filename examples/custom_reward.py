@@ -16,6 +16,7 @@ from typing import Any
 from demo_model import MODEL, resolved
 
 from grpo_kernels.training import Trainer, load_model, parse_config
+from grpo_kernels.training.command_line import user_errors
 
 QUESTIONS = {
     "What is the capital of France?": "Paris",
@@ -46,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
         num_generations=8, prompts_per_step=4, max_completion_length=24, learning_rate=1e-5,
         rewards=["brief", "full_stop"], reward_weights=[1.0, 0.5], save_model=False,
     ).in_new_folder()  # fmt: skip
-    config = resolved(config)
     problems = [
         {
             "prompt": f"Question: {question}\nAnswer:",
@@ -56,9 +56,12 @@ def main(argv: Sequence[str] | None = None) -> Path:
         for i, (question, answer) in enumerate(QUESTIONS.items())
     ]
     functions = {"brief": brief, "full_stop": full_stop}
-    return Trainer(
-        config, *load_model(config), problems, problems, rewards=functions, is_correct=contains
-    ).train()
+    with user_errors(argv):
+        config = resolved(config)
+        trainer = Trainer(
+            config, *load_model(config), problems, problems, rewards=functions, is_correct=contains
+        )
+    return trainer.train()
 
 
 if __name__ == "__main__":

@@ -118,6 +118,15 @@ def _is_same(name: str, other: str) -> bool:
     return name == other or (Path(name).exists() and Path(name).resolve() == Path(other).resolve())
 
 
+def problems_of(path: str, config: TrainingConfig) -> list[Problem]:
+    """The problems of a file, each with an answer to compare with.
+
+    Raises:
+        ValueError: there is no such file, or a row lacks what it needs.
+    """
+    return _problems(_splits(_file(path))[""], config, True)
+
+
 def final_answer(solution: str) -> str:
     """The part of a GSM8K solution after `####`."""
     return solution.rsplit("####", 1)[-1].strip()

@@ -30,6 +30,9 @@ class Run:
         config: the run's options.
         accelerator: of its processes, which all make the same calls.
         fingerprint: digests of its inputs besides options, as `checkpoint.fingerprint` has them.
+
+    Raises:
+        ValueError: the run that is to go on had other inputs, or another number of processes.
     """
 
     def __init__(
@@ -50,6 +53,10 @@ class Run:
         self.bad_updates = 0  # without a finite gradient, the last ones in a row
         self.micro_batch_size = config.micro_batch_size  # less, once memory has run out
         self.first_gap: float | None = None  # to the sampler's log-probs, in the first step
+        path = checkpoint.latest(config.folder) if config.resume else None
+        if path is not None:
+            inputs = ranks.reduce(accelerator, fingerprint, itemgetter(0))
+            checkpoint.check_same(checkpoint.state_of(path), accelerator.num_processes, inputs)
 
     def seed(self, what: str) -> int:
         """The seed of one kind of draws, different in every step and process."""
@@ -144,16 +151,11 @@ class Run:
         """Makes the run's folder, or resumes the run in it: then its checkpoint is returned.
 
         Its tensors are yet to be loaded.
-
-        Raises:
-            ValueError: the checkpoint is another run's.
         """
         config, state = self.config, dict[str, Any]()
         path = checkpoint.latest(config.folder) if config.resume else None
         if path is not None:
             state = checkpoint.state_of(path)
-            fingerprint = ranks.reduce(self.accelerator, self.fingerprint, itemgetter(0))
-            checkpoint.check_same(state, self.accelerator.num_processes, fingerprint)
             if gone := sorted(state["config"].keys() - config.as_json().keys()):
                 values = ", ".join(f"{name}={state['config'][name]!r}" for name in gone)
                 self.warn(f"options of the checkpoint that no longer exist are left out: {values}")

@@ -278,6 +278,15 @@ def check_completion(name: str, one: object, vocabulary: int, longest: int) -> N
             raise RolloutError(str(error)) from error
 
 
+def check_has_logps(config: TrainingConfig, has_logps: bool) -> None:
+    """Refuses a correction by log-probs that the rollout does not report."""
+    if config.is_correction != "none" and not has_logps:
+        raise ValueError(
+            f"is_correction={config.is_correction!r} needs log-probs of the sampler, and this "
+            "rollout returns none: set is_correction to none"
+        )
+
+
 def _check_offsets(name: str, support: object, T: int) -> None:
     """Checks that a support is one of `T` tokens, on a CPU."""
     ids, offsets = check_support(support, T, torch.device("cpu"), name)

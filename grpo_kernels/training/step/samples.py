@@ -16,11 +16,10 @@ from torch import Tensor
 from ... import batch_support, group_advantages
 from ...base.layout import to_device
 from ..config import TrainingConfig
-from ..loading import check_has_logps
 from ..problems.data import Problem
 from ..problems.rewards import RewardError, RewardFunction, judge, weighted_sum
 from ..run import ranks
-from ..sampling.rollout import Completion, RolloutError, Sampler, pad
+from ..sampling.rollout import Completion, RolloutError, Sampler, check_has_logps, pad
 from .micro_batches import Size, config_of_part, num_items
 from .policy import Batch
 
