@@ -6,7 +6,7 @@ import re
 import sys
 import time
 import traceback
-from argparse import Action
+from argparse import SUPPRESS, Action
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -180,7 +180,10 @@ def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentPar
         parser_mode="yaml_1.2", allow_abbrev=False, formatter_class=_Help,
     )  # fmt: skip
     parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of options.")
-    parser.add_argument("--traceback", action="store_true", help=TRACEBACK)
+    parser.add_argument("--traceback", action="store_true", default=SUPPRESS, help=TRACEBACK)
+    for action in parser._actions:
+        if "--print_config" in action.option_strings:  # jsonargparse's, with flags of its own
+            action.help, action.metavar = "Print all options as YAML, and exit.", ""
     hints, titles, values = get_type_hints(kind), _titles(kind), defaults_of(kind) | defaults
     if unknown := sorted(set(values) - set(hints)):
         raise TypeError(f"parse_config: expected options of {kind.__name__}; got {unknown}")
