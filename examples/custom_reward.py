@@ -17,6 +17,8 @@ from typing import Any
 from demo_model import MODEL, load, resolved
 
 from grpo_kernels.training import OwnMetrics, Trainer, parse_config
+from grpo_kernels.training.command_line import user_errors
+from grpo_kernels.training.problems.rewards import Reward
 
 QUESTIONS = {
     "What is the capital of France?": "Paris",
@@ -54,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
         num_generations=8, prompts_per_step=4, max_completion_length=24, learning_rate=1e-5,
         rewards=["brief", "full_stop"], reward_weights=[1.0, 0.5], save_model=False,
     ).in_new_folder()  # fmt: skip
-    config = resolved(config)
     problems = [
         {
             "prompt": f"Question: {question}\nAnswer:",
@@ -63,12 +64,15 @@ def main(argv: Sequence[str] | None = None) -> Path:
         }
         for i, (question, answer) in enumerate(QUESTIONS.items())
     ]
-    functions = {"brief": brief, "full_stop": full_stop}
+    functions: dict[str, Reward] = {"brief": brief, "full_stop": full_stop}
     train, held_out = problems[:-HELD_OUT], problems[-HELD_OUT:]
-    model, tokenizer = load(config)
-    return Trainer(
-        config, model, tokenizer, train, held_out, rewards=functions, is_correct=contains
-    ).train()
+    with user_errors(argv):
+        config = resolved(config)
+        model, tokenizer = load(config)
+        trainer = Trainer(
+            config, model, tokenizer, train, held_out, rewards=functions, is_correct=contains
+        )
+    return trainer.train()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from grpo_kernels.training import (
     TrainingConfig,
     parse_config,
 )
+from grpo_kernels.training.command_line import user_errors
 
 # On lines of their own, so that no token reaches over the end of what is sampled or put in.
 PROMPT = (
@@ -115,13 +116,15 @@ def joined(one: Completion, result: list[int], more: Completion) -> Completion:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    config = resolved(parse_config(
+    config = parse_config(
         argv, model=MODEL, output="runs/tool-use", dataset="products", rewards=["answer"], steps=12,
         stop=["</answer>"], prompts_per_step=4, num_generations=8, max_completion_length=48,
         micro_batch_size=32, learning_rate=5e-6, train_size=400, eval_size=100, save_model=False,
-    ).in_new_folder())  # fmt: skip
-    model, tokenizer = load(config)
-    trainer = Trainer(config, model, tokenizer, *products(config))
+    ).in_new_folder()  # fmt: skip
+    with user_errors(argv):
+        config = resolved(config)
+        model, tokenizer = load(config)
+        trainer = Trainer(config, model, tokenizer, *products(config))
     trainer.rollout = WithCalculator(trainer.rollout, trainer.tokenizer)
     return trainer.train()
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from demo_model import MODEL, load, resolved
 
-from grpo_kernels.training import Trainer, load_problems, parse_config
+from grpo_kernels.training import Trainer, parse_config
+from grpo_kernels.training.command_line import user_errors
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -24,10 +25,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
         max_completion_length=16, eval_size=27, micro_batch_size=32, learning_rate=2e-5, beta=0.01,
         show_every=5, save_model=False,
     ).in_new_folder()  # fmt: skip
-    config = resolved(config)
-    problems = load_problems(config)  # before a model is downloaded
-    model, tokenizer = load(config)
-    return Trainer(config, model, tokenizer, *problems).train()
+    with user_errors(argv):
+        trainer = Trainer.from_config(resolved(config), load=load)
+    return trainer.train()
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from typing import Any
 
 from demo_model import MODEL, load, resolved
 
-from grpo_kernels.training import Trainer, TrainingConfig, load_problems, parse_config
-from grpo_kernels.training.problems.rewards import check_rewards, resolve_rewards
+from grpo_kernels.training import Trainer, TrainingConfig, parse_config
+from grpo_kernels.training.command_line import user_errors
 
 # For a model of 135M parameters on two CPU cores (docs/training.md).
 SMALL: dict[str, Any] = dict(
@@ -51,13 +51,9 @@ def config_of(argv: Sequence[str] | None = None) -> TrainingConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    config = resolved(config_of(argv)).in_new_folder()
-    # Whatever can be refused without a model is refused before one is downloaded.
-    rewards = resolve_rewards(config.rewards)
-    train, held_out = load_problems(config)
-    check_rewards(rewards, train, "train")
-    model, tokenizer = load(config)
-    return Trainer(config, model, tokenizer, train, held_out).train()
+    with user_errors(argv):
+        trainer = Trainer.from_config(resolved(config_of(argv)).in_new_folder(), load=load)
+    return trainer.train()
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""Accuracy by groups of problems and of several samples, from the command line; warnings."""
+"""Accuracy, of a run and from the command line; warnings."""
 
 import json
 import math
+import re
+import shutil
+import threading
+from pathlib import Path
 
-import numpy
 import pytest
+import torch
 
-from grpo_kernels.training import TrainingConfig, evaluate
-from grpo_kernels.training.evaluate import accuracy_of, wilson_interval
+from grpo_kernels.training import TrainingConfig, evaluate, load_model
 from grpo_kernels.training.run import logs
+from grpo_kernels.training.run.accuracy import accuracy_of, wilson_interval
 from grpo_kernels.training.run.observers import Observer
 from grpo_kernels.training.run.watch import WINDOW, Watch
 from tests.helpers.tiny_models import make_model, make_tokenizer
-from tests.helpers.trainer_runs import trainer_with
+from tests.helpers.trainer_runs import config_of, noise, rows_of, trainer_with
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -29,22 +33,11 @@ def test_the_interval_is_wilsons():
     assert wilson_interval(5, 5)[1] == 1.0
 
 
-def test_accuracy_by_groups():
-    answers = [
-        answer(i % 2 == 0, level=1 + i % 3, held_out="new" if i < 10 else "seen") for i in range(30)
-    ]
-    found = accuracy_of(answers)
-    assert found.accuracy == 0.5 and set(found.parts) == {"held_out", "level"}
-    for column, parts in found.parts.items():
-        for value, part in parts.items():
-            own = [a["correct"] for a in answers if str(a[column]) == value]
-            assert part.accuracy == sum(own) / len(own) and len(part.answers) == len(own)
-            assert part.low < part.accuracy < part.high
-    assert "held_out: new 50.0%, seen 50.0%; level: 1 50.0%, 2 50.0%, 3 50.0%" in str(found)
-    assert found.summary(3)["by"]["level"]["2"]["problems"] == 10
-    # One value tells nothing apart; nor is there a word of comparisons that all had a result.
-    assert accuracy_of([answer(True, level=1)] * 3).parts == {}
-    assert not {"by", "timed_out"} & accuracy_of([answer(True)]).summary(0).keys()
+def test_a_line_of_an_evaluation():
+    one = accuracy_of([answer(i % 2 == 0) for i in range(30)])
+    assert str(one) == "held-out accuracy 50.0% (95 %: 33.2% to 66.8%) of 30, reward 0.50"
+    assert "timed_out" not in one.summary(0)
+    assert "reward" not in str(accuracy_of([answer(True) | {"reward": math.nan}]))
     late = accuracy_of([answer(False)] * 2, late=2)
     assert late.summary(1)["timed_out"] == 2 and "2 comparisons had no result" in str(late)
 
@@ -63,100 +56,206 @@ def test_several_samples():
     alike = accuracy_of([answer(True)] * 4 + [answer(False)] * 4, 4)
     assert (alike.low, alike.high) == wilson_interval(1, 2)
     assert (accuracy_of(groups[0], 4).low, accuracy_of(groups[0], 4).high) == (0.0, 1.0)
-    parts = accuracy_of([answer(True, level=1)] * 2 + [answer(False, level=2)] * 2, 2).parts
-    assert [part.accuracy for part in parts["level"].values()] == [1.0, 0.0]
-    assert [part.summary(0)["problems"] for part in parts["level"].values()] == [1, 1]
 
 
-LEVELS = {"dataset": "examples.word_problems:all_levels", "eval_size": 6, "max_prompt_length": 1000}
+# The command
+
+
+SUMS = [{"prompt": f"{i} + 1 = ", "answer": i + 1} for i in range(20)]
+# Options that an evaluation reads nothing of, or could not honor.
+OTHERS = {
+    "is_correction": "token_truncate", "rollout": "vllm", "trackers": ["clearml"], "lora_rank": 4,
+    "resume": True, "gradient_checkpointing": True, "beta": 0.1, "ref_model": "gone",
+    "loss_type": "<an object of Python>", "an_option_that_is_gone": 1,
+}  # fmt: skip
+
+
+def rows_in(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 @pytest.fixture(scope="module")
 def trained(tiny_model, tmp_path_factory):
-    options = {"rewards": ["answer", "format"], "train_size": 40, "save_model": True}
-    folder = tmp_path_factory.mktemp("runs")
-    return trainer_with(tiny_model, folder, eval_every=1, **LEVELS, **options).train()
+    """A run of two steps on a file, of which it holds out a fifth, and the prompts it showed."""
+    folder, shown = tmp_path_factory.mktemp("runs"), set()
+    options = {"rewards": ["answer", "format"], "save_model": True, "eval_size": 4, "top_k": 50,
+               "dataset": write_rows(folder / "train.jsonl", SUMS)}  # fmt: skip
+    trainer = trainer_with(tiny_model, folder, steps=4, num_generations=2, **options)
+    trainer.train(lambda _, samples: shown.update(p["prompt"] for p in samples.problems))
+    return folder / "t", shown
 
 
-def test_a_run_reports_by_groups(trained):
-    rows = logs.read(trained / "evaluations.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    for row in rows:
-        assert set(row["by"]) == {"held_out", "level"} and set(row["by"]["level"]) == set("123")
-        assert sum(part["problems"] for part in row["by"]["held_out"].values()) == 6
-    page = (trained / "report.html").read_text()
-    assert "held_out: seen template" in page and "level: 3" in page
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of the run."""
+    return shutil.copytree(trained[0], tmp_path / "run")
 
 
-def test_the_command(trained, tmp_path, capsys):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}", "answer": i}) + "\n" for i in range(7)))
-    flags = {"model": trained / "model", "num_generations": 4, "max_completion_length": 6,
-             "output": tmp_path / "evaluation"}  # fmt: skip
-    found = []
-    for name, options in (
-        ("evaluation", LEVELS), ("evaluation-2", LEVELS), ("evaluation-3", {"eval_dataset": path}),
-    ):  # fmt: skip
-        evaluate.main([f"--{name}={value}" for name, value in {**flags, **options}.items()])
-        found.append(logs.read(tmp_path / name / "answers.jsonl"))
+def answers_of(folder):
+    return [row for row in logs.read(folder / "answers.jsonl") if "sample" not in row]
+
+
+def test_an_evaluation_repeats_the_run_s_last(trained, run, capsys):
+    """The same problems, prompts, weights, rewards and length, of which none was trained on."""
+    first = evaluate.main([str(run)])
+    assert first == run / "evaluations" / "1"
     printed = capsys.readouterr().out
-    assert printed.count("held-out accuracy") == 6
-    assert printed.count(", 4 samples per problem") == 3
-    assert found[0] == found[1]
-    assert len(found[0]) == 6 + 24 and sum("sample" in a for a in found[0]) == 24
-    (row,) = logs.read(tmp_path / "evaluation" / "evaluations.jsonl")
+    assert printed.count("held-out accuracy") == 2 and ", 2 samples per problem" in printed
+    own = [row for row in answers_of(run) if row["step"] == 4]
+    assert [{**row, "step": 4} for row in answers_of(first)] == own
+    prompts = {row["prompt"] for row in own}
+    assert len(trained[1]) == 16 and len(prompts) == 4 and not trained[1] & prompts
+    samples = [row for row in logs.read(first / "answers.jsonl") if "sample" in row]
+    assert len(samples) == 8 and [row["sample"] for row in samples] == [0, 1] * 4
+    (row,) = logs.read(first / "evaluations.jsonl")
     assert row["samples"].keys() == {"count", "accuracy", "low", "high", "reward", "problems"}
-    assert (row["samples"]["count"], row["samples"]["problems"]) == (4, 6)
-    assert "4 samples each" in (tmp_path / "evaluation" / "report.html").read_text()
-    # A file is answered whole.
-    assert "All 7 problems of" in printed
-    assert [a["answer"] for a in found[2] if "sample" not in a] == [str(i) for i in range(7)]
+    assert (row["samples"]["count"], row["samples"]["problems"]) == (2, 4)
+    assert "2 samples each" in (first / "report.html").read_text()
+    # What is asked for is in a folder of its own, and no run is touched.
+    before = rows_in(run / "metrics.jsonl")
+    second = evaluate.main([
+        str(run), "--num_samples", "3", "--temperature", "0.5", "--max-completion-length", "2",
+        "--output", str(run.parent / "new" / "one"),
+    ])  # fmt: skip
+    assert second == run.parent / "new" / "one" and rows_in(run / "metrics.jsonl") == before
+    assert evaluate.main([str(run), "--num_samples", "0"]) == run / "evaluations" / "2"
+    used = logs.read_json(second / "config.json")
+    assert (used["temperature"], used["max_completion_length"], used["top_k"]) == (0.5, 2, 50)
+    assert logs.read(second / "evaluations.jsonl")[0]["samples"]["count"] == 3
+    assert "samples" not in logs.read(run / "evaluations" / "2" / "evaluations.jsonl")[0]
 
 
-def test_the_file_of_a_run_is_evaluated(trained, tmp_path, capsys):
-    """Evaluates as the run would: on its held-out dataset, with the model's adapters merged."""
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": 1}))
-    folder, options = tmp_path / "run", {
-        "model": "of-the-run", "dataset": f"{tmp_path}/train.jsonl", "eval_every": 10,
-        "eval_dataset": f"{tmp_path}/test.jsonl", "output": f"{tmp_path}/run", "resume": True,
-        "lora_rank": 32, "lora_alpha": 64, "gradient_checkpointing": True, "num_generations": 2,
-        "max_completion_length": 3,
-    }  # fmt: skip
-    (tmp_path / "run.yaml").write_text(json.dumps(options))
-    folder.mkdir()  # which is not touched
-    evaluate.main([str(tmp_path / "run.yaml"), "--model", str(trained / "model")])
-    assert "All 1 problems of" in capsys.readouterr().out and not list(folder.iterdir())
-    answers = logs.read(tmp_path / "run-2" / "answers.jsonl")
-    assert [a["prompt"] for a in answers] == ["test"] * 3
-    used = json.loads((tmp_path / "run-2" / "config.json").read_text())
-    assert used["lora_rank"] == 0 and used["gradient_checkpointing"] is False
-    row = {"prompt": "a", "answer": 1, "rewards": "breif"}
-    (tmp_path / "test.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ValueError, match=r"the column `rewards` of .*test.jsonl\[0\] is"):
-        evaluate.main([str(tmp_path / "run.yaml"), "--model", str(trained / "model")])
+def test_options_that_an_evaluation_does_not_need_are_not_read(run, capsys):
+    expected = answers_of(evaluate.main([str(run), "--num_samples", "0"]))
+    options = logs.read_json(run / "config.json")
+    logs.write_json(run / "config.json", options | OTHERS)
+    assert answers_of(evaluate.main([str(run), "--num_samples", "0"])) == expected
+    assert "vLLM does not sample here" in capsys.readouterr().out
 
 
-def test_no_problem_that_a_run_trained_on_is_evaluated(tiny_model, tmp_path, capsys):
-    """The run holds out a fifth of its file, and writes it for the command."""
-    path, shown = tmp_path / "train.jsonl", set()
-    rows = [{"question": f"{i} + 1?", "answer": i + 1, "level": i % 2} for i in range(20)]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    options = {"dataset": str(path), "eval_size": 4, "prompts_per_step": 8, "rewards": ["format"]}
-    trainer = trainer_with(tiny_model, tmp_path, max_prompt_length=1000, **options)
-    folder = trainer.train(lambda _, samples: shown.update(p["prompt"] for p in samples.problems))
-    config = str(folder / "config.json")
-    for more in ([], [f"--eval_dataset={path}"], [f"--eval_dataset={tmp_path}/./train.jsonl"]):
-        with pytest.raises(SystemExit, match=r"^dataset=.*train.jsonl: a run with these options"):
-            evaluate.main([config, *more])
-    assert not (tmp_path / "t-2").exists()
-    evaluate.main([config, f"--eval_dataset={folder}/held_out.jsonl"])
-    assert "held-out accuracy" in capsys.readouterr().out
-    asked = {row["prompt"]: row for row in logs.read(tmp_path / "t-2" / "answers.jsonl")}
-    assert len(shown) == 16 and len(asked) == 4 and not shown & asked.keys()
-    own = {row["prompt"]: row for row in logs.read(folder / "answers.jsonl")}
-    for prompt, row in asked.items():
-        assert (row["answer"], row["level"]) == (own[prompt]["answer"], own[prompt]["level"])
+def test_what_was_trained_on_is_not_answered(trained, run, tmp_path, capsys):
+    """Whatever the file is called, and the columns are."""
+    new = [{"question": "9 + 9?", "answer": "9\n#### 18"}]
+    path = write_rows(tmp_path / "a.jsonl", SUMS + new)
+    folder = evaluate.main([str(run), "--problems", path, "--num_samples", "0"])
+    assert f"16 of 21 problems of {path} are left out" in capsys.readouterr().out
+    answers = answers_of(folder)
+    assert len(answers) == 5 and answers[-1]["answer"] == "18"
+    assert "9 + 9?" in answers[-1]["prompt"] and not trained[1] & {x["prompt"] for x in answers}
+    # Also among those that a run calls held out.
+    write_rows(run / "held_out.jsonl", SUMS)
+    assert len(answers_of(evaluate.main([str(run), "--num_samples", "0"]))) == 4
+
+
+RUN = "RUN_FOLDER: "
+REFUSED = {
+    "options in YAML": (["run.yaml"], f"{RUN}run.yaml is a file of options, .*: pass the output"),
+    "options in JSON": (["run/config.json"], f"{RUN}run/config.json is a .*: pass run$"),
+    "no folder": (["nowhere"], f"{RUN}nowhere does not exist: pass the output of a run"),
+    "no run": (["."], f"{RUN}. is not the folder of a run: pass the output of a run"),
+    "the model": (["run/model"], f"{RUN}run/model is not the folder of a run: pass run$"),
+    "the run as a model": (["run", "--model", "run"], "model: run is the .*: pass run/model$"),
+    "no model": (["run", "--model", "./m"], "model: ./m does not exist$"),
+    "an empty folder": (["run", "--model", "empty"], "model: empty has no model in it"),
+    "an old flag": (["run", "--dataset", "a.jsonl"], "--dataset a.jsonl: all other options are"),
+    "an option of training": (["run", "--chat"], "--chat: all other options are the run's"),
+    "no number": (["run", "--num_samples", "-1"], "num_samples: expected at least 0; got -1"),
+    "no length": (["run", "--max_completion_length=0"], "max_completion_length: expected at least"),
+    "no temperature": (["run", "--temperature", "0"], "temperature: expected a number > 0; got 0"),
+    "a folder that is there": (["run", "--output", "empty"], "output: empty exists already: pass"),
+    "trained on": (["run", "--problems", "train.jsonl"], "train.jsonl has no problem that the run"),
+    "no file": (["run", "--problems", "a.jsonl"], ".*a.jsonl does not exist"),
+    "other columns": (["run", "--problems", "odd.jsonl"], "dataset: expected a column question"),
+    "other rewards": (["run", "--problems", "named.jsonl"], r"rewards: the column .*\[0\] is 'x'"),
+    "none held out": (["bare"], "bare/held_out.jsonl does not exist: .*: pass --problems FILE"),
+    "no model saved": (["bare", "--problems", "odd.jsonl"], "bare/model does not exist: pass --mo"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_evaluation_is_refused_in_a_sentence(name, trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluate, "load_for_inference", lambda *_: pytest.fail("loads a model"))
+    shutil.copytree(trained[0], "run")
+    argv, message = REFUSED[name]
+    shutil.copytree("run", "bare")
+    (Path("bare") / "held_out.jsonl").unlink()
+    if name == "no model saved":
+        shutil.rmtree("bare/model")
+    Path("run.yaml").write_text("model: m")
+    Path("empty").mkdir()
+    write_rows(Path("train.jsonl"), [row for row in SUMS if row["prompt"] in trained[1]])
+    write_rows(Path("odd.jsonl"), [{"text": "a"}])
+    write_rows(Path("named.jsonl"), [{"prompt": "a", "answer": 1, "rewards": "x"}])
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(argv)
+    assert ended.value.code == 2
+    *_, line = capsys.readouterr().err.split("error: ", 1)
+    assert re.match(message, line.splitlines()[0]), line
+    assert "Traceback" not in line and not Path("run/evaluations").exists()
+
+
+def test_two_evaluations_at_a_time(run):
+    """Have a folder each, made before they are done."""
+    folders, begun = list[Path](), threading.Barrier(8)
+
+    def begin():
+        begun.wait()
+        folders.append(evaluate._new_folder(run, None))
+
+    threads = [threading.Thread(target=begin) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(folders) == [run / "evaluations" / str(i) for i in range(1, 9)]
+
+
+def test_adapters_of_a_run_are_evaluated_as_they_are(tiny_model, tmp_path, monkeypatch):
+    """And trained on by no other run, which would lose them."""
+    options = {"lora_rank": 4, "learning_rate": 0.1, "save_model": True, "eval_size": 4,
+               "dataset": write_rows(tmp_path / "train.jsonl", SUMS)}  # fmt: skip
+    trainer = trainer_with(tiny_model, tmp_path, **options)
+    folder, used, load = trainer.train(), [], evaluate.load_for_inference
+    monkeypatch.setattr(
+        evaluate, "load_for_inference", lambda *what: used.append(load(*what)) or used[-1]
+    )
+    assert len(answers_of(evaluate.main([str(folder)]))) == 4
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        logits = used[0](ids).logits
+        torch.testing.assert_close(logits, trainer.policy.model(ids).logits)
+        with used[0].disable_adapter():
+            assert float((used[0](ids).logits - logits).abs().max()) > 0.01
+    for rank in (0, 4):
+        config = config_of(folder / "model", tmp_path, name="next", lora_rank=rank)
+        with pytest.raises(ValueError, match=r"model: .* is a folder of adapters, .* merge"):
+            load_model(config)
+
+
+def test_a_run_from_python_is_evaluated(tiny_model, tmp_path, capsys):
+    """With its functions; without them they are not scored, and answers are compared as texts."""
+    rows = [{"prompt": f"{i}", "answer": "a", "rewards": ["noise"]} for i in range(8)]
+
+    def contains(completion, answer):
+        return True
+
+    folder = trainer_with(
+        tiny_model, tmp_path, save_model=True, problems=(rows[:4], rows[4:]), is_correct=contains
+    ).train()
+    (row,) = logs.read(evaluate.main([str(folder)]) / "evaluations.jsonl")
+    printed = capsys.readouterr().out
+    assert "Reward noise is not scored" in printed and "by its own contains" in printed
+    assert row["accuracy"] == 0.0 and row["reward"] is None
+    functions = {"rewards": {"noise": noise}, "is_correct": contains}
+    (row,) = logs.read(evaluate.main([str(folder)], **functions) / "evaluations.jsonl")
+    assert row["accuracy"] == 1.0 and row["reward"] > 0
+    assert "not scored" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", ({(0, 0): 1}, {1, 2}, float("nan"), (1, 2)))
@@ -175,8 +274,8 @@ PARTS = (
 )
 
 
-def test_prompts_in_parts_and_numbers_of_numpy(make):
-    """Are shown, written and counted as text and numbers are, whatever an observer does to them."""
+def test_prompts_in_parts(make):
+    """Are shown, written and counted as text is, whatever an observer does to them."""
 
     class Changes(Observer):
         def evaluation(self, step, evaluation):
@@ -185,8 +284,8 @@ def test_prompts_in_parts_and_numbers_of_numpy(make):
 
     problems = [
         {"prompt": [{"role": "user", "content": [{"type": "text", "text": text}]}], "answer": "1",
-         "level": level}
-        for level, text in zip(numpy.arange(2), ("one and one", "two"), strict=True)
+         "number": number}
+        for number, text in enumerate(("one and one", "two"))
     ]  # fmt: skip
 
     def some(prompts, completions):
@@ -202,7 +301,9 @@ def test_prompts_in_parts_and_numbers_of_numpy(make):
     trainer.run.observers.append(Changes(trainer.config))
     folder = trainer.train()
     assert [p["prompt"][0]["content"][0]["text"] for p in problems] == ["one and one", "two"]
-    assert [a["level"] for a in logs.read(folder / "answers.jsonl")] == [0, 1, 0, 1]
+    (row,) = rows_of(folder)
+    assert row["accuracy"] == 0.0
+    assert [x["number"] for x in rows_in(folder / "held_out.jsonl")] == [0, 1]
     page = (folder / "report.html").read_text()
     assert "<td>one and one</td>" in page and "not scored" in page and "<td>1.00</td>" in page
 

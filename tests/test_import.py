@@ -69,7 +69,7 @@ except ImportError as error:
 
 def test_without_the_peers_integrations_say_what_to_install():
     (error,) = python(WITHOUT_PEERS)
-    assert "pip install 'grpo_kernels[train]'" in error
+    assert "pip install 'transformers>=5.0'" in error
 
 
 # A machine with macOS or Windows, as far as a Linux can be one: what is imported from here on finds

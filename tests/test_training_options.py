@@ -9,16 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import accelerate
 import pytest
 import torch
+from filelock import FileLock
 
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.base.hints import ELSEWHERE
-from grpo_kernels.training import TrainingConfig, parse_config
+from grpo_kernels.training import TrainingConfig, command_line, loading, parse_config
 from grpo_kernels.training import __main__ as training_command
+from grpo_kernels.training.checks import check_host, start
 from grpo_kernels.training.config import DEFAULTS, DTYPES
-from grpo_kernels.training.loading import check_host, check_rollout
-from grpo_kernels.training.run import ranks
+from grpo_kernels.training.run import checkpoint, logs, ranks
 from grpo_kernels.training.run.ranks import make_accelerator
 from tests.helpers import trainer_runs
 from tests.helpers.fake_vllm import install
@@ -122,7 +124,7 @@ def test_types_are_checked(option, value, message):
 @pytest.mark.parametrize(
     ("options", "environment", "message"),
     (
-        ({"model": "/nowhere"}, {}, r"model: .*nowhere' is not a folder with a model, and not on"),
+        ({"model": "no/where"}, {}, r"model: 'no/where' is not a folder with a model, and not on"),
         ({"rewards": ["nobody"]}, {}, "rewards: expected some of answer, .*; got 'nobody'"),
         ({"is_correction": "token_mask"}, {}, "is_correction='token_mask' needs log-probs"),
         ({"max_prompt_length": 1}, {}, "max_prompt_length=1: every prompt is longer"),
@@ -133,7 +135,7 @@ def test_types_are_checked(option, value, message):
          "vllm_gpu_memory_utilization: expected .* on a CPU, .*; got 0.5"),
         # As torchrun starts processes, which accelerate ignores on a CPU.
         ({}, {"WORLD_SIZE": "2"}, r"WORLD_SIZE=2, but .* one process: .*ACCELERATE_USE_CPU"),
-        *(({"model": "/nowhere"}, {f"ACCELERATE_USE_{kind}": "true"},
+        *(({"model": "no/where"}, {f"ACCELERATE_USE_{kind}": "true"},
            f"ACCELERATE_USE_{kind} does .*FusedGRPOTrainer")
           for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")),
     ),
@@ -156,7 +158,7 @@ def test_what_fits_is_not_refused(monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     install(monkeypatch)
     config = config_of(rollout="vllm", is_correction="token_truncate")
-    check_rollout(config, make_accelerator(config))  # its log-probs may correct
+    start(config, own_rollout=False)  # its log-probs may correct
     check_host(config_of(rollout="vllm", vllm_enable_sleep_mode=True), on_cpu=False)
 
 
@@ -278,6 +280,7 @@ NO_SUCH = f"--batch_size does not exist here. {ELSEWHERE['batch_size']}"
          ["--no_replay_support or another kl_estimator"]),
         ("model: m", ["--no_replay_suport"], ["did you mean --no_replay_support"]),
         ("model: m", ["--chat", "true"], ["Switches take no value: --chat turns one on"]),
+        ("model: m", ["--chat", "1"], ["Switches take no value: --chat turns one on"]),
         # Names that people bring.
         ("model: m", ["--batch_size", "2"], [NO_SUCH]),
         ("model: m", ["--batch-size=2"], [NO_SUCH]),
@@ -297,6 +300,7 @@ def test_what_is_not_understood_is_answered(text, flags, messages, tmp_path, cap
     assert all(message in printed for message in messages)
     assert "--no_replay_support does not exist" not in printed
     assert "did you mean" not in printed or "does not exist here" not in printed
+    assert ("Switches" in printed) == ("--chat" in flags)
 
 
 def test_an_option_that_nobody_has_is_no_default():
@@ -371,14 +375,18 @@ def test_every_option_is_explained_in_its_group(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ("training", "training.evaluate"))
-def test_a_command_names_itself_and_does_not_warn(module):
+@pytest.mark.parametrize(
+    ("module", "takes"),
+    (("training", "[FILE.yaml]"), ("training.evaluate", "RUN_FOLDER"), ("training.memory", "[FILE"))
+)  # fmt: skip
+def test_a_command_names_itself_and_does_not_warn(module, takes):
     command = f"python -m grpo_kernels.{module}"
     done = subprocess.run(
-        [sys.executable, *command.split()[1:], "--modell", "m"], capture_output=True, text=True
-    )
+        [sys.executable, *command.split()[1:], "run", "--modell", "m"], capture_output=True,
+        text=True,
+    )  # fmt: skip
     assert done.returncode == 2 and "RuntimeWarning" not in done.stderr
-    assert done.stderr.startswith(f"usage: {command} [FILE.yaml]")
+    assert done.stderr.startswith(f"usage: {command} {takes}")
 
 
 @pytest.mark.usefixtures("real_memory", "curves")
@@ -389,34 +397,113 @@ def test_the_command_trains_from_a_file(tiny_model, tmp_path):
     assert folder == tmp_path / "other" and len(trainer_runs.rows_of(folder)) == 1
 
 
-@pytest.mark.parametrize(
-    ("rewards", "message"),
-    (
-        (["breif"], "rewards: expected some of answer, format, or module:function; got 'breif'"),
-        (["answer", "examples.problems:score"], "reward function score: .* its parameters .*entry"),
-        (["answer"], "there is no model here"),
-    ),
-)
-def test_rewards_are_refused_before_a_model_is_loaded(rewards, message, tmp_path, monkeypatch):
-    def load(config):
-        raise OSError("there is no model here")
+# What a command is refused for, before a model is loaded.
+REFUSED = {
+    "rewards: expected some of answer, format, or module:function; got 'breif'":
+        ["--rewards", "breif"],
+    "reward function score: .* its parameters .*entry":
+        ["--rewards", "answer", "examples.problems:score"],
+    "dataset: expected a file; nowhere.jsonl does not exist": ["--dataset", "nowhere.jsonl"],
+    "dataset: expected a column question .*answer": ["--dataset", "odd.jsonl"],
+    "output: run has a run already. Pass resume": ["--output", "run"],
+    "output: taken.txt is not a folder that can be written to": ["--output", "taken.txt/t"],
+    "output: another process trains in locked: pass another": ["--output", "locked"],
+    "resume: options differ from the checkpoint's: .*steps: was 3, is 100":
+        ["--output", "run", "--resume"],
+    "model: ./nowhere does not exist": ["--model", "./nowhere"],
+    "model: empty has no model in it": ["--model", "empty"],
+    "model: run is the folder of a run: pass run/model": ["--model", "run"],
+    "model: bare is the folder of a run: it saved no model": ["--model", "bare"],
+    "model: adapters is a folder of adapters, which training": ["--model", "adapters"],
+    "ref_model: run is the folder of a run: pass run/model": ["--beta=0.1", "--ref_model", "run"],
+    "lora_rank: adapters need peft: pip install peft": ["--lora_rank", "2"],
+    "rollout: vllm is not installed: pip install -e": ["--rollout", "vllm"],
+    "vllm_enable_sleep_mode: expected False on a CPU":
+        ["--rollout", "vllm", "--vllm_enable_sleep_mode"],
+    "is_correction='token_mask' needs log-probs": ["--is_correction", "token_mask"],
+    "trackers: expected some of .*tensorboard, .*; got nothing": ["--trackers", "nothing"],
+    "trackers: aim is not installed: pip install aim": ["--trackers", "aim"],
+    "chat: the tokenizer of m has no chat template": ["--chat"],
+}  # fmt: skip
 
-    monkeypatch.setattr(training_command, "load_model", load)
-    (tmp_path / "a.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 10)
-    flags = ["--model=m", f"--dataset={tmp_path}/a.jsonl", f"--output={tmp_path}/t"]
-    with pytest.raises((ValueError, OSError), match=message):
-        training_command.main([*flags, "--eval_size=0", "--rewards", *rewards])
+
+@pytest.fixture
+def folders(tiny_model, tmp_path, monkeypatch):
+    """A model, problems and runs in the folder here, on a machine without some packages."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("vllm", "peft", "aim"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: [])
+    Path("m").symlink_to(tiny_model)
+    Path("a.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 10)
+    Path("odd.jsonl").write_text('{"text": "1 + 1 ="}\n')
+    Path("taken.txt").touch()
+    for name in ("empty", "run/model", "bare", "adapters", "locked"):
+        Path(name).mkdir(parents=True)
+    for name in ("run", "bare"):
+        logs.write_json(Path(name, logs.TRAINED_ON), {})
+    Path("adapters/adapter_config.json").touch()
+    with FileLock("locked/.lock"):
+        yield
+
+
+@pytest.mark.usefixtures("folders")
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_command_is_refused_in_a_sentence(message, monkeypatch, capsys):
+    monkeypatch.setattr(loading, "_pretrained", lambda *_: pytest.fail("loads a model"))
+    if "resume" in message:
+        state = {"config": {"steps": 3}}
+        monkeypatch.setattr(checkpoint, "latest", lambda _: Path("run"))
+        monkeypatch.setattr(checkpoint, "state_of", lambda _: state)
+        monkeypatch.setattr(checkpoint, "MAY_CHANGE", set())
+    flags = ["--model=m", "--dataset=a.jsonl", "--output=t", "--eval_size=0", "--rewards", "answer"]
+    with pytest.raises(SystemExit) as ended:
+        training_command.main([*flags, *REFUSED[message]])
+    line, hint = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2 and re.match(f"error: {message}", line), line
+    assert hint == "(--traceback shows where this was raised)" and not Path("t").exists()
+
+
+@pytest.mark.usefixtures("folders")
+def test_a_traceback_is_shown_if_it_is_asked_for(capsys):
+    with pytest.raises(SystemExit) as ended:
+        training_command.main(["--model=m", "--dataset=nowhere.jsonl", "--traceback"])
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and printed.startswith("Traceback") and "data.py" in printed
+
+
+def test_of_several_processes_the_first_one_speaks(monkeypatch, capsys):
+    """The launcher ends the others when it has ended; one that fails alone speaks later."""
+    waited = []
+    monkeypatch.setattr(command_line.time, "sleep", waited.append)
+    for rank, seconds in (("0", []), ("1", [3])):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit), command_line.user_errors([]):
+            raise ValueError("x: expected y")
+        assert "error: x: expected y" in capsys.readouterr().err and waited == seconds
+
+
+@pytest.mark.parametrize("error", (RuntimeError, TypeError, KeyError, KeyboardInterrupt))
+def test_other_errors_are_no_user_s(error):
+    with pytest.raises(error), command_line.user_errors([]):
+        raise error("x")
 
 
 @pytest.mark.parametrize("missing", ("accelerate", "jsonargparse"))
 def test_a_missing_extra_is_named(missing):
     code = f"import sys; sys.modules['{missing}'] = None; import grpo_kernels\n"
-    run = subprocess.run(
-        [sys.executable, "-c", code + "import grpo_kernels.training"], capture_output=True,
-        text=True, timeout=120, env={"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    expected = f"grpo_kernels.training needs {missing}: pip install 'grpo_kernels[train]'"
-    assert run.stderr.strip().split("\n")[-1] == f"ImportError: {expected}"
+    expected = f"grpo_kernels.training needs {missing}: pip install -e '.[train]' in the checkout"
+    command = "import runpy; sys.argv[0] = '-m'; runpy.run_module('grpo_kernels.training')"
+    for text, begins, status in (
+        ("import grpo_kernels.training", "ImportError: ", 1), (command, "error: ", 2),
+    ):  # fmt: skip
+        run = subprocess.run(
+            [sys.executable, "-c", code + text], capture_output=True, text=True, timeout=120,
+            env={"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert run.returncode == status
+        *before, last = run.stderr.strip().split("\n")
+        assert last == f"{begins}{expected}" and (status == 1 or not before)
     extra = (ROOT / "pyproject.toml").read_text().split("\ntrain = [")[1].split("\n]")[0]
     assert f'"{missing}>=' in extra
 

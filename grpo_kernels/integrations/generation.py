@@ -52,7 +52,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"{__name__}: expected the package transformers, 5.0 or newer; got: {error}. "
-        "Install it with: pip install 'grpo_kernels[train]'"
+        "Install it with: pip install 'transformers>=5.0'"
     ) from error
 
 # Processors of `generate` that go with a recorder: they forbid tokens, which it then sees, or

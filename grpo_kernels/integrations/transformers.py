@@ -62,7 +62,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"{__name__}: expected the package transformers, 5.0 or newer; got: {error}. "
-        "Install it with: pip install 'grpo_kernels[train]'"
+        "Install it with: pip install 'transformers>=5.0'"
     ) from error
 
 _DEFAULT = GRPOLossConfig()

@@ -1,5 +1,6 @@
 """A lean GRPO loop: `Trainer(config, model, tokenizer, problems, held_out).train()`."""
 
+import sys
 import warnings
 
 # `python -m grpo_kernels.training.evaluate` imports this package, and with it that module, first.
@@ -20,9 +21,11 @@ try:
 except ModuleNotFoundError as error:
     if str(error.name).startswith("grpo_kernels"):
         raise
-    raise ImportError(
-        f"grpo_kernels.training needs {error.name}: pip install 'grpo_kernels[train]'"
-    ) from error
+    message = f"grpo_kernels.training needs {error.name}: pip install -e '.[train]' in the checkout"
+    if sys.argv[:1] == ["-m"]:  # a command, which Python is about to run
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2) from error
+    raise ImportError(message) from error
 
 __all__ = [
     "Completion",

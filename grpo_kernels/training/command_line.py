@@ -1,11 +1,14 @@
-"""Options from flags, or from a YAML file and flags after it."""
+"""Options from flags, or from a YAML file and flags after it; errors of a command's user."""
 
 from __future__ import annotations
 
 import re
 import sys
-from argparse import Action
-from collections.abc import Sequence
+import time
+import traceback
+from argparse import SUPPRESS, Action
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints, overload
@@ -24,6 +27,7 @@ from ..base.hints import ELSEWHERE
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSS_TYPES, flat_fields
 from .config import TrainingConfig, as_list, defaults_of, lists_of
+from .run import ranks
 
 _Config = TypeVar("_Config", bound=TrainingConfig)
 # Titles in `--help`, by the first option under each in `TrainingConfig`.
@@ -31,6 +35,7 @@ _GROUPS = {
     "model": "Model", "dataset": "Data and rewards", "steps": "Sampling", "loss_type": "Loss",
     "epochs_per_rollout": "Updates", "output": "Logs and checkpoints",
 }  # fmt: skip
+TRACEBACK = "Show where in Python an error was raised."
 _CLIPPING = ("epsilon", "epsilon_high", "delta")  # most losses have these
 _COMMAND, _SOME_LOSSES = "This command", "Options of some loss types only"
 
@@ -69,6 +74,26 @@ def parse_config(
         parser.error(str(error))
 
 
+@contextmanager
+def user_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
+    """Ends the command with status 2 and an error's text, if the block raises one of its user's.
+
+    `--traceback` in `argv`, or among the flags of the process, shows where it was raised.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        if not ranks.is_first_process():
+            # The launcher ends the others when the first one has: each would print the same.
+            time.sleep(3)
+        if "--traceback" in (sys.argv[1:] if argv is None else argv):
+            traceback.print_exc()
+        else:
+            hint = "(--traceback shows where this was raised)"
+            print(f"error: {error}\n{hint}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
 class _Help(DefaultHelpFormatter):
     """Help with defaults, without the types in Python's words."""
 
@@ -87,7 +112,7 @@ class _Parser(ArgumentParser):
                 message = f"--{name} does not exist here. {ELSEWHERE[name]}"
             elif name not in known and (near := get_close_matches(name, known)):
                 message += f"\n--{name} does not exist: did you mean --{', --'.join(near)}?"
-        if re.search(r"unrecognized arguments: .*\b(true|false)\b", message, re.IGNORECASE):
+        if re.search(r"unrecognized arguments:( (true|false|yes|no|on|off|0|1))+$", message, re.I):
             message += "\nSwitches take no value: --chat turns one on, --no_chat off."
         super().error(message, ex)
 
@@ -102,6 +127,10 @@ def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentPar
         parser_mode="yaml_1.2", allow_abbrev=False, formatter_class=_Help,
     )  # fmt: skip
     parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of options.")
+    parser.add_argument("--traceback", action="store_true", default=SUPPRESS, help=TRACEBACK)
+    for action in parser._actions:
+        if "--print_config" in action.option_strings:  # jsonargparse's, with flags of its own
+            action.help, action.metavar = "Print all options as YAML, and exit.", ""
     hints, titles, values = get_type_hints(kind), _titles(kind), defaults_of(kind) | defaults
     if unknown := sorted(set(values) - set(hints)):
         raise TypeError(f"parse_config: expected options of {kind.__name__}; got {unknown}")

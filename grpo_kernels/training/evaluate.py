@@ -1,142 +1,73 @@
-"""Accuracy on held-out problems, and how sure it is.
+"""Accuracy of a run's model on the problems that the run held out.
 
-    python -m grpo_kernels.training.evaluate run.yaml --model FOLDER
+    python -m grpo_kernels.training.evaluate RUN_FOLDER [--model NAME] [--problems FILE]
 
-answers problems with the likeliest tokens, and by `--num_generations` samples: all of
-`--eval_dataset`, or of `--dataset` the split test, else validation; with `--eval_size` so many. A
-run writes its own to `held_out.jsonl` in its folder. Options are those of the training, in its own
-file if there is one. A new folder, `--output` or one like it, gets the answers and a report.
+answers each problem as the run's evaluations do, and by several samples. Prompts, rewards and
+sampling are the run's, from its `config.json`; of that nothing else is read. No problem that the
+run trains on is answered. Answers and a report are in a new folder, RUN_FOLDER/evaluations/NUMBER.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from tqdm import tqdm
 
-from .config import DEFAULTS, TrainingConfig
-from .problems.answers import extract_answer, is_correct
-from .problems.data import Problem
+from .checks import check_model_name, is_adapter
+from .command_line import TRACEBACK, user_errors
+from .config import TrainingConfig
+from .loading import load_for_inference, load_tokenizer, make_rollout, set_pad_token
+from .problems.answers import extract_answer
+from .problems.answers import is_correct as answer_is_correct
+from .problems.data import Problem, problems_of, prompt_key
 from .problems.prompts import PromptEncoder, short_enough
-from .problems.rewards import RewardFunction, check_rewards, judge, resolve_rewards, weighted_sum
-from .run import logs, ranks
+from .problems.rewards import (
+    Reward,
+    RewardFunction,
+    check_rewards,
+    judge,
+    resolve_rewards,
+    weighted_sum,
+)
+from .run import logs, ranks, report
+from .run.accuracy import Evaluation, accuracy_of
+from .run.logs import HELD_OUT, TRAINED_ON
+from .run.observers import print_above
 from .sampling.completions import vocabulary_of
 from .sampling.rollout import Sampler
+from .step.policy import Policy
 
-# Columns of problems by whose values accuracy is parts apart.
-SUBGROUPS = ("held_out", "level")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Held-out accuracy with its 95 % interval, of one or several completions per problem."""
-
-    answers: list[dict[str, Any]]  # those of a problem are neighbors
-    accuracy: float
-    low: float  # the 95 % interval
-    high: float
-    reward: float  # NaN where no function applies
-    count: int = 1  # completions per problem
-    timed_out: int = 0  # comparisons of answers without a result, which count as wrong
-
-    def __str__(self) -> str:
-        texts = [
-            f"held-out accuracy {self.accuracy:.1%} (95 %: {self.low:.1%} to {self.high:.1%}) of "
-            f"{len(self.answers) // self.count}, reward {self.reward:.2f}"
-        ]
-        if self.timed_out:
-            texts.append(f"{self.timed_out} comparisons had no result in time and count as wrong")
-        for column, parts in self.parts.items():
-            shares = (f"{value} {part.accuracy:.1%}" for value, part in parts.items())
-            texts.append(f"{column}: {', '.join(shares)}")
-        return "; ".join(texts)
-
-    @property
-    def parts(self) -> dict[str, dict[str, Evaluation]]:
-        """Results, by column of `SUBGROUPS`, for problems with each of its values."""
-        evaluations: dict[str, dict[str, Evaluation]] = {}
-        for column in SUBGROUPS:
-            values: dict[str, list[dict[str, Any]]] = {}
-            for answer in self.answers:
-                if answer.get(column) is not None:
-                    values.setdefault(str(answer[column]), []).append(answer)
-            if len(values) > 1:
-                evaluations[column] = {
-                    value: accuracy_of(values[value], self.count) for value in sorted(values)
-                }
-        return evaluations
-
-    def summary(self, step: int) -> dict[str, Any]:
-        """The row of `evaluations.jsonl`."""
-        by = {
-            column: {value: part._numbers() for value, part in parts.items()}
-            for column, parts in self.parts.items()
-        }
-        return {"step": step, **self._numbers(), **({"by": by} if by else {})}
-
-    def write(self, folder: Path, step: int, samples: Evaluation | None = None) -> None:
-        """Adds the evaluation to a run's files, with its answers.
-
-        Args:
-            folder: the run's.
-            step: the evaluated weights are those after it.
-            samples: another evaluation, by several completions per problem.
-        """
-        more = {"samples": {"count": samples.count, **samples._numbers()}} if samples else {}
-        logs.append(folder / "evaluations.jsonl", {**self.summary(step), **more})
-        for answer in self.answers:
-            logs.append(folder / "answers.jsonl", {"step": step, **answer})
-        if samples is not None:
-            for i, answer in enumerate(samples.answers):
-                row = {"step": step, "sample": i % samples.count, **answer}
-                logs.append(folder / "answers.jsonl", row)
-
-    def _numbers(self) -> dict[str, Any]:
-        return {
-            "accuracy": self.accuracy, "low": self.low, "high": self.high, "reward": self.reward,
-            "problems": len(self.answers) // self.count,
-            **({"timed_out": self.timed_out} if self.timed_out else {}),
-        }  # fmt: skip
-
-
-def accuracy_of(answers: Sequence[dict[str, Any]], count: int = 1, late: int = 0) -> Evaluation:
-    """Sums up answers, `count` per problem, each of which has `correct` and `reward`.
-
-    The interval is over problems, whose completions are not independent of each other.
-    """
-    groups = [answers[i : i + count] for i in range(0, len(answers), count)]
-    shares = [sum(answer["correct"] for answer in group) / count for group in groups]
-    rewards = [answer["reward"] for answer in answers if not math.isnan(answer["reward"])]
-    reward = sum(rewards) / len(rewards) if rewards else math.nan
-    return Evaluation(list(answers), *_mean_of(shares), reward, count, late)
-
-
-def wilson_interval(successes: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The score interval (Wilson 1927), which stays in [0, 1] and has a width at both ends."""
-    share = successes / count
-    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
-    # Rounding may move an end to the wrong side of the share itself.
-    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
+# Options of a run that say how problems are answered and judged.
+_OF_THE_RUN = (
+    "dtype", "chat", "system_prompt", "max_prompt_length", "rewards",
+    "reward_weights", "prompts_per_step", "num_generations", "max_completion_length",
+    "eval_max_completion_length", "temperature", "eval_temperature", "top_k", "top_p", "min_p",
+    "stop", "seed",
+)  # fmt: skip
+_OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
 
 
 def evaluate(
     problems: Sequence[Problem], sampler: Sampler, rewards: Sequence[RewardFunction],
-    is_correct: Callable[[str, Any], bool], config: TrainingConfig, accelerator: Accelerator,
-    count: int = 1,
+    is_correct: Callable[[str, Any], bool], config: TrainingConfig, accelerator: Accelerator, *,
+    count: int = 1, temperature: float | None = None,
 ) -> Evaluation:  # fmt: skip
     """Answers each problem `count` times; processes share the work.
 
-    One answer is at `config.eval_temperature`, several are at `config.temperature`, and neighbors.
+    `temperature`: None is `config.eval_temperature`. Answers of a problem are neighbors.
     """
-    temperature = config.eval_temperature if count == 1 else config.temperature
+    temperature = config.eval_temperature if temperature is None else temperature
     length = config.eval_max_completion_length
     world, rank = accelerator.num_processes, accelerator.process_index
     each = math.ceil(len(problems) / world)
@@ -160,78 +91,227 @@ def evaluate(
                 **({} if text == whole else {"sampled": text}), "answer": problem["answer"],
                 "correct": judged.correct[i], "ended": completions[i].ended,
                 "reward": totals[i], "rewards": dict(zip(labels, values, strict=True)),
-                **{column: problem[column] for column in SUBGROUPS if column in problem},
             })  # fmt: skip
     answers = ranks.reduce(accelerator, answers, lambda parts: [a for part in parts for a in part])
     late = ranks.reduce(accelerator, late, sum)
     return accuracy_of(answers[: len(problems) * count], count, late)
 
 
-def _mean_of(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of values from 0 to 1, and its 95 % interval; Wilson's where all are 0 or 1."""
-    mean, n = sum(values) / len(values), len(values)
-    if set(values) <= {0.0, 1.0}:
-        return mean, *wilson_interval(round(sum(values)), n)
-    if n == 1:  # of which nothing is known
-        return mean, 0.0, 1.0
-    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
-    half = 1.96 * math.sqrt(variance / n)
-    return mean, max(0.0, mean - half), min(1.0, mean + half)
+# Problems of a run
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationConfig(TrainingConfig):
-    """Options of a run; those that an evaluation has no use for are as if they were not set."""
+def write_problems(
+    folder: Path, train: Sequence[Problem], held_out: Sequence[Problem],
+    is_correct: Callable[[str, Any], bool], say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Writes which prompts a run trains on, as digests, and the problems that it holds out."""
+    own = None if is_correct is answer_is_correct else getattr(is_correct, "__name__", "is_correct")
+    prompts = sorted({_digest(problem) for problem in train})
+    logs.write_json(folder / TRAINED_ON, {"is_correct": own, "prompts": prompts})
+    if held_out and not logs.write_if_exact(folder / HELD_OUT, held_out):
+        say(f"{folder / HELD_OUT} is not written: a column holds no values of JSON")
 
-    def __post_init__(self) -> None:
-        # The folder is new, and the model is taken as it is.
-        for name in ("resume", "gradient_checkpointing", "lora_rank", "lora_alpha",
-                     "lora_target", "eval_every"):  # fmt: skip
-            object.__setattr__(self, name, DEFAULTS[name])
-        super().__post_init__()
+
+def problems_to_answer(
+    folder: Path, file: Path | None, config: TrainingConfig, say: Callable[[str], None]
+) -> list[Problem]:
+    """The problems of `file`, or those that a run held out, without any that it trains on.
+
+    Raises:
+        ValueError: there are none.
+    """
+    path, problems = file or folder / HELD_OUT, list[Problem]()
+    if file is not None:
+        problems = problems_of(str(file), config)
+    elif path.exists():
+        problems = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        raise ValueError(
+            f"{path} does not exist: the run held out no problems (eval_size 0), or such as JSON "
+            "cannot hold: pass --problems FILE"
+        )
+    trained = {*logs.read_json(folder / TRAINED_ON)["prompts"]}
+    new = [problem for problem in problems if _digest(problem) not in trained]
+    if len(new) < len(problems):
+        say(f"{len(problems) - len(new)} of {len(problems)} problems of {path} are left out: the "
+            "run trains on them")  # fmt: skip
+    if not new:
+        raise ValueError(
+            f"{path} has no problem that the run does not train on: pass --problems FILE with "
+            "others"
+        )
+    return new
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    from .command_line import parse_config
-    from .loading import check_rollout, load_model, make_rollout, set_pad_token
-    from .problems.data import problems_of
-    from .run import report
-    from .step.policy import Policy
+def _digest(problem: Problem) -> str:
+    """Twelve hex digits of a problem's prompt."""
+    return hashlib.sha256(prompt_key(problem).encode()).hexdigest()[:12]
 
-    config: TrainingConfig = parse_config(
-        argv, kind=EvaluationConfig, output="runs/evaluation", eval_size=0
-    ).in_new_folder()
-    accelerator = ranks.make_accelerator(config)
-    check_rollout(config, accelerator)
-    rewards = resolve_rewards(config.rewards)
-    try:
-        problems = problems_of(config.dataset, config)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    check_rewards(rewards, problems, config.dataset, compared=True)
-    model, tokenizer = load_model(config)
+
+# The command
+
+
+def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_kernels.training.evaluate", description=__doc__,
+        usage="%(prog)s RUN_FOLDER [--OPTION VALUE ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="The output of a run.")
+    for name, kind, text in (
+        ("model", str, "Another model than RUN_FOLDER/model: a folder, or a name on the hub."),
+        ("problems", Path, "A file of other problems: those that the run trains on are left out."),
+        ("temperature", float, "Temperature of the samples; default: the run's."),
+        ("num_samples", int, "Samples per problem; 0: none. Default: the run's num_generations."),
+        ("max_completion_length", int, "Most tokens per completion; default: the run's."),
+        ("output", Path, "New folder for the results; default: RUN_FOLDER/evaluations/NUMBER."),
+    ):
+        both = {f"--{name}", f"--{name.replace('_', '-')}"}
+        parser.add_argument(*sorted(both, reverse=True), type=kind, metavar="X", help=text)
+    parser.add_argument("--traceback", action="store_true", help=TRACEBACK)
+    flags, others = parser.parse_known_args(argv)
+    if others:
+        parser.error(
+            f"{' '.join(others)}: all other options are the run's, from its config.json; an "
+            "evaluation has --model, --problems, --temperature, --num_samples, "
+            "--max_completion_length and --output"
+        )
+    for name, least in (("num_samples", 0), ("max_completion_length", 1)):
+        if getattr(flags, name) is not None and getattr(flags, name) < least:
+            parser.error(f"{name}: expected at least {least}; got {getattr(flags, name)}")
+    if flags.output and flags.output.exists():
+        parser.error(f"output: {flags.output} exists already: pass a new folder")
+    return flags
+
+
+def _check_run(folder: Path) -> None:
+    """Refuses what is not the folder of a run."""
+    if (folder / TRAINED_ON).exists():
+        return
+    why = "does not exist" if not folder.exists() else "is not the folder of a run"
+    if folder.suffix in (".yaml", ".yml", ".json"):
+        why = "is a file of options, and an evaluation takes those of a run from its folder"
+    near = folder.parent if (folder.parent / TRAINED_ON).exists() else "the output of a run"
+    raise ValueError(f"RUN_FOLDER: {folder} {why}: pass {near}")
+
+
+def _config(folder: Path, flags: argparse.Namespace, say: Callable[[str], None]) -> TrainingConfig:
+    """Options of an evaluation: the run's, and those that are asked for."""
+    options = logs.read_json(folder / "config.json")
+    model = flags.model or str(folder / "model")
+    if not flags.model and not Path(model).exists():
+        raise ValueError(
+            f"{model} does not exist: pass --model, or write it: resume the run with save_model"
+        )
+    check_model_name("model", model)
+    used = {name: options[name] for name in _OF_THE_RUN if name in options}
+    if flags.temperature is not None:
+        used["temperature"] = flags.temperature
+    if flags.max_completion_length:
+        used |= {
+            "max_completion_length": flags.max_completion_length, "eval_max_completion_length": None
+        }  # fmt: skip
+    if options.get("rollout") == "vllm":
+        if find_spec("vllm") and torch.accelerator.is_available() and not is_adapter(model):
+            used |= {"rollout": "vllm"} | {name: options[name] for name in _OF_VLLM}
+        else:
+            say("vLLM does not sample here: it is not installed, there is no GPU, or the model "
+                "is a folder of adapters; the model itself does")  # fmt: skip
+    return TrainingConfig(model=model, **used)
+
+
+def _not_scored(prompts: Sequence[Any], **_: Any) -> list[None]:
+    return [None] * len(prompts)
+
+
+def _rewards(
+    config: TrainingConfig, own: Mapping[str, Reward] | None, say: Callable[[str], None]
+) -> list[RewardFunction]:
+    """The run's reward functions; one that is not found from here scores nothing."""
+    known = dict(own or {})
+    for name in config.rewards:
+        try:
+            resolve_rewards([name], known)
+        except ValueError:
+            say(f"Reward {name} is not scored: the function is not found from here")
+            known[name] = _not_scored
+    return resolve_rewards(config.rewards, known)
+
+
+def _new_folder(folder: Path, output: Path | None) -> Path:
+    """Makes a folder that no other evaluation has, even one that starts at the same time."""
+    if output is not None:
+        output.mkdir(parents=True)
+        return output
+    for number in count(1):
+        path = folder / "evaluations" / str(number)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError
+
+
+def main(
+    argv: Sequence[str] | None = None, *, rewards: Mapping[str, Reward] | None = None,
+    is_correct: Callable[[str, Any], bool] = answer_is_correct,
+) -> Path:  # fmt: skip
+    """Evaluates a run's model; returns the folder of the results.
+
+    `rewards` and `is_correct` are those that the run's `Trainer` got in Python.
+    """
+    say = print_above if ranks.is_first_process() else lambda _: None
+    with user_errors(argv):
+        flags = _flags(argv)
+        _check_run(flags.run)
+        config = _config(flags.run, flags, say)
+        path = flags.problems or flags.run / HELD_OUT
+        problems = problems_to_answer(flags.run, flags.problems, config, say)
+        functions = _rewards(config, rewards, say)
+        by_text = is_correct is answer_is_correct
+        check_rewards(functions, problems, str(path), compared=by_text)
+        if by_text and (own := logs.read_json(flags.run / TRAINED_ON)["is_correct"]):
+            say(f"The run counts answers by its own {own}, this command by the library's rule")
+        accelerator = ranks.make_accelerator(config)
+        tokenizer = load_tokenizer(config)
+        model = load_for_inference("model", config.model, config)
+        encode = PromptEncoder(tokenizer, chat=config.chat, vocabulary=vocabulary_of(model))
+        problems = short_enough(problems, encode, config.max_prompt_length, say)
+        sampler = _sampler(model, tokenizer, encode, config, accelerator)
+        if accelerator.is_main_process:
+            results = _new_folder(flags.run, flags.output)
+
+    def ask(**how: Any) -> Evaluation:
+        set_seed(config.seed, device_specific=True)
+        return evaluate(problems, sampler, functions, is_correct, config, accelerator, **how)
+
+    say(f"{len(problems)} problems of {path}, answered by {config.model}")
+    one, several = ask(), None
+    say(f"    0  {one}")
+    number = config.num_generations if flags.num_samples is None else flags.num_samples
+    if number:
+        several = ask(count=number, temperature=config.temperature)
+        say(f"{several}, {number} samples per problem")
+    if not accelerator.is_main_process:
+        return flags.run
+    used = {**config.as_json(), "output": str(results), "dataset": str(path), "run": str(flags.run)}
+    logs.open_folder(results, used, -1)
+    one.write(results, 0, several)
+    report.write_environment(results)
+    say(f"Look at {report.write(results)[0]}")
+    return results
+
+
+def _sampler(
+    model: Any, tokenizer: Any, encode: PromptEncoder, config: TrainingConfig,
+    accelerator: Accelerator,
+) -> Sampler:  # fmt: skip
+    """The model, as it is, and who samples from it."""
     set_pad_token(tokenizer, model)
-    say = tqdm.write if accelerator.is_main_process else lambda _: None
-    encode = PromptEncoder(tokenizer, chat=config.chat, vocabulary=vocabulary_of(model))
-    problems = short_enough(problems, encode, config.max_prompt_length, say)
-    if not problems:
-        raise SystemExit("eval_size: expected at least one problem to answer; got none")
     policy = Policy.from_config(model.to(accelerator.device).eval(), config)
     rollout = make_rollout(config, policy, tokenizer, accelerator)
-    sampler = Sampler(rollout, model, tokenizer, encode, config, accelerator)
-
-    def ask(count: int) -> Evaluation:
-        set_seed(config.seed, device_specific=True)
-        return evaluate(problems, sampler, rewards, is_correct, config, accelerator, count)
-
-    one, several = ask(1), ask(config.num_generations)
-    say(f"    0  {one}")
-    say(f"{several}, {several.count} samples per problem")
-    if accelerator.is_main_process:
-        logs.open_folder(config.folder, config.as_json(), -1)
-        one.write(config.folder, 0, several)
-        report.write_environment(config.folder)
-        say(f"Look at {report.write(config.folder)[0]}")
+    return Sampler(rollout, model, tokenizer, encode, config, accelerator)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Start of a run: its model and tokenizer, and who samples from it."""
+"""Models and tokenizers of a run, and who samples from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..integrations.hf_head import check_logits
+from .checks import check_model_name, is_adapter, start
 from .config import DTYPES, TrainingConfig
 from .problems.data import why_not_downloaded
-from .run import checkpoint, ranks
-from .sampling.completions import check_has_logps, vocabulary_of
+from .sampling.completions import vocabulary_of
 from .sampling.rollout import GenerateRollout, Rollout
 from .step.policy import Policy, without_dropout
 from .step.reference_model import check_tokens
@@ -27,24 +26,50 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
     """Loads the model, in which only trained parameters require gradients, and the tokenizer.
 
     Raises:
-        FileExistsError: the run's folder has another run in it; nothing is loaded then.
-        ImportError: vLLM is to sample in this process, and is not installed; likewise.
+        FileExistsError, ImportError, ValueError: as `start`; nothing is loaded then.
         OSError: there is no such model, or the hub was not reached.
-        ValueError: the run that is to go on had other options, the launch shards the weights, or
-            vLLM has none of an option on this host; likewise.
     """
-    check_folder(config)
-    ranks.check_launch()
-    check_host(config, on_cpu=not torch.accelerator.is_available())
+    start(config)
+    tokenizer = load_tokenizer(config)
+    return set_trainable(_pretrained("model", config.model, config), config), tokenizer
+
+
+def load_tokenizer(config: TrainingConfig) -> Any:
+    """Loads the tokenizer of the model.
+
+    Raises:
+        OSError: there is no such model, or the hub was not reached.
+        ValueError: it has no template for `chat`.
+    """
     from transformers import AutoTokenizer
 
-    model = _pretrained("model", config.model, config)
-    tokenizer = AutoTokenizer.from_pretrained(config.model)
-    return set_trainable(model, config), tokenizer
+    with explain_missing_model(config.model):
+        tokenizer = AutoTokenizer.from_pretrained(config.model)
+    if config.chat and not tokenizer.chat_template:
+        raise ValueError(
+            f"chat: the tokenizer of {config.model} has no chat template: leave chat out, or take "
+            "an instruction-tuned model"
+        )
+    return tokenizer
+
+
+def load_for_inference(option: str, model: str, config: TrainingConfig) -> Any:
+    """Loads a model that is not trained, in the dtype of the policy; adapters stay adapters.
+
+    Raises:
+        OSError: there is no such model, or the hub was not reached.
+    """
+    check_model_name(option, model)
+    if not is_adapter(model):
+        return _pretrained(option, model, config)
+    import peft
+
+    base = peft.PeftConfig.from_pretrained(model).base_model_name_or_path
+    return peft.PeftModel.from_pretrained(_pretrained(option, str(base), config), model)
 
 
 def load_reference(config: TrainingConfig, tokenizer: Any) -> Any:
-    """Loads the model that `ref_model` names, in the dtype of the policy; None if it names none.
+    """Loads the model that `ref_model` names; None if it names none.
 
     Raises:
         OSError: there is no such model, or the hub was not reached.
@@ -53,7 +78,7 @@ def load_reference(config: TrainingConfig, tokenizer: Any) -> Any:
     if config.ref_model is None:
         return None
     check_tokens(config.ref_model, tokenizer)
-    return _pretrained("ref_model", config.ref_model, config)
+    return load_for_inference("ref_model", config.ref_model, config)
 
 
 def _pretrained(option: str, model: str, config: TrainingConfig) -> Any:
@@ -72,7 +97,8 @@ def explain_missing_model(model: str, option: str = "model") -> Iterator[None]:
     except OSError as error:
         raise OSError(
             f"{option}: {model!r} is not a folder with a model, and not on the hub: "
-            f"{why_not_downloaded(error)}. Without the hub, pass the folder of a downloaded model"
+            f"{why_not_downloaded(error).rstrip('.')}. Without the hub, pass the folder of a "
+            "downloaded model"
         ) from error
 
 
@@ -88,12 +114,8 @@ def set_trainable(model: Any, config: TrainingConfig) -> nn.Module:
 
 
 def _with_adapters(model: nn.Module, config: TrainingConfig) -> nn.Module:
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError(
-            "lora_rank: adapters need peft: pip install 'grpo_kernels[train]'"
-        ) from error
+    import peft
+
     set_seed(config.seed)
     lora = peft.LoraConfig(
         r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0,
@@ -119,45 +141,6 @@ def set_pad_token(tokenizer: Any, model: Any) -> None:
             f"tokenizer: expected a pad_token, or an eos_token, among the {vocabulary} tokens of "
             f"the model; got {tokenizer.pad_token!r} ({pad_token}) in "
             f"{type(tokenizer).__name__}: set tokenizer.pad_token"
-        )
-
-
-def check_folder(config: TrainingConfig) -> None:
-    """Refuses a folder with a trained run in it, unless that run is to go on with its options."""
-    folder, log = config.folder, config.folder / "metrics.jsonl"
-    begun, finished = checkpoint.latest(folder), (folder / "model").exists()
-    if config.resume and begun:
-        checkpoint.check_options(checkpoint.state_of(begun), config)
-    if config.resume and finished and not begun:
-        raise FileExistsError(
-            f"resume: the run in {folder} is finished and has no checkpoint to resume from. Pass "
-            "another output, or delete the folder"
-        )
-    if not config.resume and (begun or finished or (log.exists() and log.stat().st_size)):
-        raise FileExistsError(
-            f"output: {folder} has a run already. Pass resume to continue it, pass another output, "
-            "or delete the folder"
-        )
-
-
-def check_rollout(config: TrainingConfig, accelerator: Accelerator) -> None:
-    """Refuses options that the library's own rollouts cannot honor."""
-    check_has_logps(config, config.rollout == "vllm")
-    check_host(config, accelerator.device.type == "cpu")
-
-
-def check_host(config: TrainingConfig, on_cpu: bool) -> None:
-    """Refuses a vLLM that is not installed, and what it does not have on a CPU."""
-    for name in ("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"):
-        if on_cpu and getattr(config, name) != getattr(TrainingConfig, name):
-            raise ValueError(
-                f"{name}: expected {getattr(TrainingConfig, name)} on a CPU, where vLLM has no "
-                f"GPU memory; got {getattr(config, name)}"
-            )
-    if config.rollout == "vllm" and not find_spec("vllm"):
-        raise ImportError(
-            "rollout: vllm is not installed: pip install 'grpo_kernels[vllm]' for a GPU; for a "
-            "CPU, nox -s vllm in a checkout"
         )
 
 

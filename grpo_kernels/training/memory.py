@@ -30,7 +30,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..head.budget import default_chunk_bytes
 from ..integrations.hf_head import head_of
 from ..integrations.private import without_memory
-from .command_line import parse_config
+from .checks import check_model_name
+from .command_line import parse_config, user_errors
 from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, set_trainable
 from .sampling.vllm_rollout import kv_cache_bytes
@@ -258,15 +259,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     config = parse_config(argv, kind=Forecast)
     gpu_bytes = None if config.gpu_gib is None else int(config.gpu_gib * GIB)
-    try:
+    with user_errors(argv):
+        check_model_name("model", config.model)
         with explain_missing_model(config.model):
             model_config = AutoConfig.from_pretrained(config.model)
-    except OSError as error:
-        sys.exit(str(error))
-    prediction = predict(
-        config, model_config, gpu=not config.cpu, gpu_bytes=gpu_bytes,
-        processes=config.processes,
-    )  # fmt: skip
+        prediction = predict(
+            config, model_config, gpu=not config.cpu, gpu_bytes=gpu_bytes,
+            processes=config.processes,
+        )  # fmt: skip
     print(prediction.table(), prediction.work(config.steps, config.gpu_tflops), sep="\n\n")
     if gpu_bytes is None:
         return

@@ -15,21 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base.memory import ran_out_of_memory
 from ..integrations.private import forget_forward
+from .checks import checked_rewards, have_answers, start
 from .config import TrainingConfig
-from .evaluate import evaluate
-from .loading import (
-    check_folder,
-    check_rollout,
-    load_reference,
-    make_rollout,
-    prepared,
-    set_pad_token,
-)
+from .evaluate import evaluate, write_problems
+from .loading import load_model, load_reference, make_rollout, prepared, set_pad_token
 from .problems.answers import is_correct as answer_is_correct
 from .problems.data import Problem, not_held_out
+from .problems.data import load as load_problems
 from .problems.prompts import PromptEncoder, short_enough
-from .problems.rewards import Reward, check_rewards, judge, resolve_rewards, weighted_sum
-from .run import checkpoint, logs, ranks
+from .problems.rewards import Reward, judge, weighted_sum
+from .run import checkpoint, ranks
 from .run.interruptions import OutOfMemory, Preempted, StepError
 from .run.metrics import Clock
 from .run.observers import introduction, print_above
@@ -83,19 +78,11 @@ class Trainer:
         is_correct: Callable[[str, Any], bool] = answer_is_correct,
         rollout: Callable[[nn.Module], Rollout] | None = None,
     ) -> None:
-        check_folder(config)
         self.config, self.tokenizer, self.is_correct = config, tokenizer, is_correct
+        self.accelerator = accelerator = start(config, own_rollout=rollout is not None)
+        self.rewards = checked_rewards(config, train, held_out, rewards, is_correct)
+        self.has_answers = have_answers(train)
         set_pad_token(tokenizer, model)
-        self.rewards = resolve_rewards(config.rewards, rewards)
-        if any(problem.get("answer") is None for problem in held_out):
-            raise ValueError("held_out: expected an answer in every problem, to compare with")
-        self.has_answers = all(problem.get("answer") is not None for problem in train)
-        by_text = is_correct is answer_is_correct
-        check_rewards(self.rewards, train, "train", compared=by_text and self.has_answers)
-        check_rewards(self.rewards, held_out, "held_out", compared=by_text)
-        self.accelerator = accelerator = ranks.make_accelerator(config)
-        if rollout is None:
-            check_rollout(config, accelerator)
         set_seed(config.seed)
         encode = PromptEncoder(tokenizer, chat=config.chat, vocabulary=vocabulary_of(model))
         say = print_above if accelerator.is_main_process else lambda _: None
@@ -127,6 +114,27 @@ class Trainer:
         )  # fmt: skip
         self.scorer = Scorer(self.policy, self.reference, self.run, tokenizer.pad_token_id)
         self.explanations = Explanations(config, tokenizer)
+
+    @classmethod
+    def from_config(
+        cls, config: TrainingConfig, *, rewards: Mapping[str, Reward] | None = None,
+        is_correct: Callable[[str, Any], bool] = answer_is_correct,
+        load: Callable[[TrainingConfig], tuple[nn.Module, Any]] = load_model,
+    ) -> Trainer:  # fmt: skip
+        """Loads the problems and the model that the options name.
+
+        Whatever can be refused without a model is refused before one is loaded.
+
+        Args:
+            config: every number and name of the run.
+            rewards: functions by name, as in `Trainer`.
+            is_correct: takes a completion and its problem's answer, as in `Trainer`.
+            load: returns the model and its tokenizer.
+        """
+        start(config, own_rollout=False)
+        problems = load_problems(config)
+        checked_rewards(config, *problems, rewards, is_correct)
+        return cls(config, *load(config), *problems, rewards=rewards, is_correct=is_correct)
 
     @property
     def rollout(self) -> Rollout:
@@ -313,10 +321,9 @@ class Trainer:
         """Makes the run's folder, or resumes the run in it."""
         run, counts = self.run, (len(self.train_problems), len(self.held_out))
         path = run.open()
-        if self.held_out and self.accelerator.is_main_process:
-            path_of_rows = self.config.folder / "held_out.jsonl"
-            if not logs.write_if_exact(path_of_rows, self.held_out):
-                run.print_main(f"{path_of_rows} is not written: a column holds no values of JSON")
+        if self.accelerator.is_main_process:
+            parts = self.train_problems, self.held_out
+            write_problems(self.config.folder, *parts, self.is_correct, run.print_main)
         self.explanations.open(run.step)
         for text in introduction(self.config, self.accelerator, self.policy, *counts):
             run.print_main(text)

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,23 +162,22 @@ def test_a_fault_of_one_rank(fault, call, ranks, alone, tiny_model, tmp_path):
         assert_same_weights(weights, expected, **CLOSE)
 
 
-def evaluated(**flags):
+def evaluated(folder, output):
     """The samples that an evaluation by the command has of both ranks."""
     with no_curves():
-        evaluate.main([f"--{name}={value}" for name, value in flags.items()])
-    rows = logs.read(flags["output"] / "answers.jsonl")
+        evaluate.main([str(folder), f"--output={output}"])
+    rows = logs.read(output / "answers.jsonl")
     return [row["completion"] for row in rows if "sample" in row]
 
 
 def test_ranks_of_an_evaluation_draw_different_samples(ranks, tiny_model, tmp_path):
     """Two ranks answer one prompt, each of them once."""
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join([json.dumps({"prompt": "1 + 1 = ", "answer": 2})] * 2))
-    evaluation = functools.partial(
-        evaluated, model=tiny_model, output=tmp_path / "t", eval_dataset=path, num_generations=4,
-        max_completion_length=8,
-    )  # fmt: skip
-    samples, _ = ranks(evaluation, environment=ON_CPUS)
+    row, config = {"prompt": "1 + 1 = ", "answer": 2}, config_of(tiny_model, tmp_path)
+    config.folder.mkdir()
+    logs.write_json(config.folder / "config.json", config.as_json() | {"max_completion_length": 8})
+    evaluate.write_problems(config.folder, [], [row] * 2, is_correct, print)
+    shutil.copytree(tiny_model, config.folder / "model")
+    samples, _ = ranks(evaluated, config.folder, tmp_path / "new", environment=ON_CPUS)
     assert len(samples) == 8 and samples[:4] != samples[4:]
 
 

@@ -83,8 +83,8 @@ def not_held_out(
     Raises:
         ValueError: none is left.
     """
-    prompts = {_key(problem) for problem in held_out}
-    unseen = [problem for problem in train if _key(problem) not in prompts]
+    prompts = {prompt_key(problem) for problem in held_out}
+    unseen = [problem for problem in train if prompt_key(problem) not in prompts]
     if not unseen:
         raise ValueError(
             f"train: expected a problem whose prompt is not held out; got {len(train)}: hold out "
@@ -98,7 +98,7 @@ def not_held_out(
     return unseen
 
 
-def _key(problem: Problem) -> str:
+def prompt_key(problem: Problem) -> str:
     """A text for problems of the same prompt: files order a message's keys as they please."""
     return json.dumps(problem.get("prompt"), sort_keys=True, default=repr)
 
@@ -249,7 +249,7 @@ def _split(problems: list[Problem], held_out: int) -> tuple[list[Problem], list[
     """Holds out at most a fifth of the problems, always the same; all or none of a prompt's."""
     by_prompt: dict[str, list[Problem]] = {}
     for problem in problems:
-        by_prompt.setdefault(_key(problem), []).append(problem)
+        by_prompt.setdefault(prompt_key(problem), []).append(problem)
     groups = list(by_prompt.values())
     random.Random(0).shuffle(groups)
     room = min(held_out, len(problems) // 5)

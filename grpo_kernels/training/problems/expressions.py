@@ -66,7 +66,7 @@ class MathVerify:
     def _start(self) -> subprocess.Popen[str]:
         if find_spec("math_verify") is None:
             raise ImportError(
-                "answers that are no numbers need math-verify: pip install 'grpo_kernels[train]'"
+                "answers that are no numbers need math-verify: pip install math-verify"
             )
         process = subprocess.Popen(
             [sys.executable, __file__, str(self.seconds)], stdin=subprocess.PIPE,

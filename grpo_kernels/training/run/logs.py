@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+# Problems that a run holds out, and digests of the prompts that it trains on: every run has these.
+HELD_OUT, TRAINED_ON = "held_out.jsonl", "trained_on.json"
 NAMES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "answers.jsonl")
 
 

@@ -15,9 +15,9 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from ..config import TrainingConfig
-from ..evaluate import Evaluation
 from ..step.samples import Samples
 from . import logs, report
+from .accuracy import Evaluation
 
 # What the terminal shows of a step, if a run has it.
 _LINE = {

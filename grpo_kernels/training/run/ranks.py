@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
 from torch import Tensor
 
@@ -28,6 +29,9 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         ValueError: options that this number of processes cannot honor, or a launch that shards.
     """
     check_launch()
+    if unknown := sorted({*config.trackers} - {"all", *map(str, LOGGER_TYPE_TO_CLASS)}):
+        known = ", ".join(map(str, LOGGER_TYPE_TO_CLASS))
+        raise ValueError(f"trackers: expected some of {known}; got {unknown[0]}")
     handlers = []
     if config.rollout == "vllm":
         # The others wait for a process whose completions take long.
@@ -40,19 +44,18 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     missing = [name for name in config.trackers if name not in installed | {"all"}]
     if missing:
         raise ImportError(f"trackers: {missing[0]} is not installed: pip install {missing[0]}")
-    world = accelerator.num_processes
     launched = int(os.environ.get("WORLD_SIZE") or 1)
-    if world == 1 and launched > 1:
+    if accelerator.num_processes == 1 and launched > 1:
         raise ValueError(
             f"WORLD_SIZE={launched}, but accelerate sees one process: each process would train a "
             "separate model. On CPUs set ACCELERATE_USE_CPU=true"
         )
-    if config.prompts_per_step % (world * config.minibatches):
-        raise ValueError(
-            f"prompts_per_step: expected a multiple of processes times minibatches, {world} * "
-            f"{config.minibatches}; got {config.prompts_per_step}"
-        )
     return accelerator
+
+
+def is_first_process() -> bool:
+    """True in the first process of a launch, also before accelerate has set them up."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def check_launch() -> None:

@@ -195,16 +195,12 @@ def _line(kind: str, row: Sequence[object]) -> str:
 
 
 def _accuracies(evaluations: Sequence[Row]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The last evaluation beside the first, by group, and at several samples; and a header."""
+    """The last evaluation beside the first, and at several samples; and a header."""
     if not evaluations:
         return [], ()
     now = evaluations[-1]
     compared = [evaluations[0], now] if len(evaluations) > 1 else [now]
     rows = [("all", str(now["problems"]), *map(_interval, compared))]
-    for column, values in now.get("by", {}).items():
-        for value, part in values.items():
-            parts = (e.get("by", {}).get(column, {}).get(value) for e in compared)
-            rows.append((f"{column}: {value}", str(part["problems"]), *map(_interval, parts)))
     if several := now.get("samples"):
         each = f"{several['count']} samples each"
         rows.append((each, str(several["problems"]), _interval(several)))
@@ -212,8 +208,8 @@ def _accuracies(evaluations: Sequence[Row]) -> tuple[list[tuple[str, ...]], tupl
     return rows, ("", "problems", *steps)
 
 
-def _interval(one: Row | None) -> str:
-    return "" if one is None else f"{one['accuracy']:.1%} ({one['low']:.1%} to {one['high']:.1%})"
+def _interval(one: Row) -> str:
+    return f"{one['accuracy']:.1%} ({one['low']:.1%} to {one['high']:.1%})"
 
 
 def _texts(row: Row) -> tuple[str, ...]:

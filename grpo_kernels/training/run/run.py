@@ -34,6 +34,9 @@ class Run:
         accelerator: of its processes, which all make the same calls.
         inputs: digests of its inputs besides options, as `checkpoint.inputs_of` makes them.
         changing: weights and the optimizer, say.
+
+    Raises:
+        ValueError: the run that is to go on had other inputs, or another number of processes.
     """
 
     def __init__(
@@ -56,6 +59,10 @@ class Run:
         self.bad_updates = 0  # without a finite gradient, the last ones in a row
         self.micro_batch_size = config.micro_batch_size  # less, once memory has run out
         self.first_gap: float | None = None  # to the sampler's log-probs, in the first step
+        path = checkpoint.latest(config.folder) if config.resume else None
+        if path is not None:
+            own = ranks.reduce(accelerator, inputs, itemgetter(0))
+            checkpoint.check_same(checkpoint.state_of(path), accelerator.num_processes, own)
 
     def seed(self, what: str) -> int:
         """The seed of one kind of draws, different in every step and process."""
@@ -181,17 +188,11 @@ class Run:
             yield
 
     def open(self) -> Path | None:
-        """Makes the run's folder, or resumes the run in it: then its checkpoint is returned.
-
-        Raises:
-            ValueError: the checkpoint is another run's.
-        """
+        """Makes the run's folder, or resumes the run in it: then its checkpoint is returned."""
         config, state = self.config, dict[str, Any]()
         path = checkpoint.latest(config.folder) if config.resume else None
         if path is not None:
             state = checkpoint.state_of(path)
-            inputs = ranks.reduce(self.accelerator, self.inputs, itemgetter(0))
-            checkpoint.check_same(state, self.accelerator.num_processes, inputs)
             if gone := sorted(state["config"].keys() - config.as_json().keys()):
                 values = ", ".join(f"{name}={state['config'][name]!r}" for name in gone)
                 self.warn(f"options of the checkpoint that no longer exist are left out: {values}")
