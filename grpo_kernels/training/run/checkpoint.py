@@ -207,8 +207,8 @@ def state_of(path: Path) -> dict[str, Any]:
         state = json.loads(text)
     except (ValueError, RecursionError):
         state = None
-    kinds = {"step": int, "config": dict, "processes": int, "best": dict,
-             "micro_batch_size": int, "fingerprint": dict}  # fmt: skip
+    kinds = {"step": int, "config": dict, "processes": int, "micro_batch_size": int,
+             "fingerprint": dict}  # fmt: skip
     if not isinstance(state, dict) or not all(
         isinstance(state.get(k), t) for k, t in kinds.items()
     ):

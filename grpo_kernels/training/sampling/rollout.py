@@ -24,7 +24,7 @@ from ...integrations.hf_head import evaluating
 from ..config import TrainingConfig
 from ..problems.data import Problem
 from ..problems.prompts import PromptEncoder
-from ..run import ranks
+from ..run import ranks, user_code
 from ..run.interruptions import StepError
 
 
@@ -186,7 +186,7 @@ class Sampler:
         """Has the rollout take the weights if they have changed; every process calls it."""
         if self._stale and hasattr(self.rollout, "update_weights"):
             with ranks.raise_on_all_ranks(self.accelerator, RolloutError, others="rollout: "):
-                self.rollout.update_weights()
+                user_code.call("rollout", self.rollout.update_weights, RolloutError)
         self._stale = False
 
     @property
@@ -217,7 +217,10 @@ class Sampler:
             if "problems" in inspect.signature(self.rollout).parameters:
                 more["problems"] = deepcopy(list(problems))
             with self.accelerator.autocast():
-                done = list(self.rollout(prompts, count, sampling, **more))
+                done = user_code.call(
+                    "rollout", lambda: list(self.rollout(prompts, count, sampling, **more)),
+                    RolloutError,
+                )  # fmt: skip
             if len(done) != len(prompts) * count:
                 raise RolloutError(
                     f"rollout: expected {count * len(prompts)} completions in one list, {count} of "
