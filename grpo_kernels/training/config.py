@@ -40,8 +40,8 @@ class TrainingConfig(GRPOLossConfig):
     model: str = ""
     """Causal language model: a name on the hub, as OWNER/NAME[@REVISION], or a folder."""
     dtype: Literal["mixed", "fp32", "bf16"] = "mixed"
-    """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32, GEMMs bf16 on a GPU that has
-    it)."""
+    """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32; GEMMs bf16 on a GPU that has
+    it, else fp16, and fp32 on a CPU)."""
     trainable: str | None = None
     """Regular expression for the names of parameters to train; None: all."""
     gradient_checkpointing: bool = False
