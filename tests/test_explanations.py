@@ -80,6 +80,41 @@ def test_a_page_that_fails_does_not_end_the_run(tiny_model, tmp_path, capsys):
     assert "explain failed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("loss", ({}, {"is_correction": "token_truncate"}), ids=str)
+def test_a_step_that_trained_nothing_has_no_page(loss, tiny_model, tmp_path, capsys):
+    calls = []
+
+    def equal_first(completions, **_):
+        calls.append(1)
+        return [float(i * (len(calls) > 1)) for i in range(len(completions))]
+
+    trainer = trainer_of(
+        config_of(tiny_model, tmp_path, explain_every=1, **loss), rewards={"noise": equal_first},
+        rollout=lambda _: FakeRollout(logps=-5.5),
+    )  # fmt: skip
+    folder = trainer.train()
+    out = capsys.readouterr().out
+    assert [path.name for path in (folder / "explanations").glob("*.html")] == ["step-000002.html"]
+    assert "failed" not in out and "warning: step 2" not in out and "step 2 explained: " in out
+
+
+def test_pages_after_the_checkpoint_go(tiny_model, tmp_path):
+    options = {"steps": 4, "save_every": 2, "resume": True}
+
+    def killed(row, _):
+        if row["step"] == 3:
+            raise KeyboardInterrupt
+
+    trainer = trainer_of(config_of(tiny_model, tmp_path, explain_every=1, **options))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(killed)
+    pages = trainer.config.folder / "explanations"
+    assert len([*pages.iterdir()]) == 6
+    folder = trainer_of(config_of(tiny_model, tmp_path, **options)).train()
+    assert sorted({path.stem for path in pages.iterdir()}) == ["step-000001", "step-000002"]
+    assert "explanations/step-000003.html" not in (folder / "report.html").read_text()
+
+
 def test_explaining_changes_no_weight(tiny_model, tmp_path):
     plain, explained = (
         run(config_of(tiny_model, tmp_path, f"every {n}", steps=3, explain_every=n)) for n in (0, 1)

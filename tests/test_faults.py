@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import resource
 import signal
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from tokenizers import normalizers
 
 from grpo_kernels.head.lm_head import Support
@@ -32,6 +34,7 @@ from tests.helpers.trainer_runs import (
     noise,
     rows_of,
     trainer_with,
+    untimed,
     weights_of,
 )
 
@@ -60,7 +63,11 @@ def test_rewards_that_are_none(function, error):
         reward_table([RewardFunction("it", "it", function)], [{"prompt": "p"}] * 3, ["a", "b", "c"])
 
 
-FAILING = ("reward function noise", "is_correct", "rollout", "rollout's weights")
+FAILING = ("reward function noise", "is_correct", "rollout", "rollout's weights", "on_step")
+
+
+class Outcome(BaseException):
+    """An outcome of pytest, say, or a timeout of a package."""
 
 
 @pytest.mark.parametrize(
@@ -68,10 +75,12 @@ FAILING = ("reward function noise", "is_correct", "rollout", "rollout's weights"
     (
         *((who, ConnectionError("it is gone"), "ConnectionError: it is gone") for who in FAILING),
         *((who, ImportError("it is gone"), "ImportError: it is gone") for who in FAILING),
+        *((who, SystemExit(0), "SystemExit: 0") for who in FAILING),
+        *((FAILING[0], error, type(error).__name__) for error in (Outcome(), StopIteration())),
         ("policy", torch.OutOfMemoryError("CUDA"), "while sampling 16 completions: lower prompts"),
         ("log-probs", None, "is_correction='token_truncate' needs log-probs"),
     ),
-    ids=lambda x: type(x).__name__ if isinstance(x, Exception) else None,
+    ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else None,
 )
 def test_who_fails_is_told_and_leaves_a_checkpoint(who, error, message, make):
     def failing(name, work):
@@ -101,8 +110,17 @@ def test_who_fails_is_told_and_leaves_a_checkpoint(who, error, message, make):
     rollout.update_weights = failing("rollout's weights", lambda: None)
     named = "" if who in options else who.partition("'")[0]
     with pytest.raises(StepError, match=f"{named}.*{message}"):
-        trainer.train()
-    assert checkpoint.latest(trainer.config.folder).name == "step-000001.pt"
+        trainer.train(failing("on_step", lambda *_: None))
+    last = 2 if who == "on_step" else 1
+    assert checkpoint.latest(trainer.config.folder).name == f"step-{last:06d}.pt"
+
+
+def test_a_second_signal_in_a_reward_function_ends_the_run_at_once(make):
+    def stopped(completions, **_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(rewards={"noise": stopped}, **STEPS).train()
 
 
 def test_an_evaluation_that_failed_is_made_up_for_once(make):
@@ -124,6 +142,34 @@ def test_an_evaluation_that_failed_is_made_up_for_once(make):
             trainer.train()
     assert steps_of(trainer.config.folder / "evaluations.jsonl") == [0, 1, 2, 3]
     assert steps_of(trainer.config.folder / "metrics.jsonl") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ("killed", "raises"))
+def test_an_end_in_the_last_evaluation_loses_nothing_but_it(kind, undisturbed, make):
+    """The run that goes on evaluates, and trains no step."""
+    options = STEPS | {"eval_size": 2, "save_every": 0, "resume": True}
+    trainer, again = make(**options), make(**options)
+    judge, error = trainer.is_correct, {"killed": KeyboardInterrupt, "raises": ValueError}[kind]
+
+    def ends(*args):
+        if trainer.run.step == 3 and not trainer.run.evaluated and trainer.run.trained == 3:
+            raise error
+        return judge(*args)
+
+    trainer.is_correct = ends
+    with pytest.raises((KeyboardInterrupt, RewardError)):
+        trainer.train()
+    folder = trainer.config.folder
+    assert checkpoint.latest(folder).name == "step-000003"
+    logs.append(folder / "answers.jsonl", {"step": 3})  # of the evaluation that was not ended
+    again.train_step = None
+    again.train()
+    assert steps_of(folder / "evaluations.jsonl") == [0, 3]
+    assert steps_of(folder / "answers.jsonl") == [0, 0, 3, 3]
+    assert steps_of(folder / "metrics.jsonl") == [1, 2, 3]
+    assert_same_weights(weights_of(again), undisturbed[1])
+    make(**options).train()  # is not evaluated again
+    assert steps_of(folder / "evaluations.jsonl") == [0, 3]
 
 
 # Completions
@@ -222,6 +268,60 @@ def test_weights_that_are_nan_end_the_run(make):
 
     with pytest.raises(BadUpdates, match=r"10 updates in a row .* checkpoint: .*step-000001"):
         trainer.train(spoil)
+
+
+@pytest.fixture
+def scaled(monkeypatch):
+    """Has a trainer scale its loss, as where GEMMs are in float16; some scales are too large."""
+
+    def scale(trainer, limit):
+        accelerator, scaler = trainer.accelerator, torch.amp.GradScaler("cpu")
+        monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp16")
+        monkeypatch.setattr(accelerator, "autocast", nullcontext)
+        accelerator.scaler, accelerator.native_amp = scaler, True
+        trainer.optimizer = AcceleratedOptimizer(trainer.optimizer.optimizer, scaler=scaler)
+        accelerator._optimizers, backward = [trainer.optimizer], accelerator.backward
+
+        def overflowing(loss):
+            backward(loss)
+            if scaler.get_scale() > limit:
+                trainer.policy.model.model.norm.weight.grad += torch.inf
+
+        accelerator.backward = overflowing
+
+    return scale
+
+
+def test_a_loss_scale_that_is_too_large_skips_updates_and_ends_no_run(make, scaled, capsys):
+    """The first two of six updates; the others are those of a run without a scale."""
+    options = STEPS | {"explain_every": 0, "max_grad_norm": 0.01}
+    trainer, plain = (make(name=name, **options) for name in ("scaled", "plain"))
+    scaled(trainer, limit=2.0**14)
+    rows = rows_of(trainer.train())
+    assert [row["loss_scale"] for row in rows] == [3 * 2.0**14, 2.0**14, 2.0**14]
+    assert [row["grad_norm"] is None for row in rows] == [True, False, False]
+    assert not any("bad_updates" in row for row in rows)
+    out = capsys.readouterr().out
+    assert "too large for float16" in out and "look for NaN" not in out
+    assert checkpoint.latest(trainer.config.folder).name == "step-000003"
+    step, calls = plain.optimizer.step, []
+
+    def from_the_third(*args):
+        calls.append(1)
+        if len(calls) > 2:
+            step(*args)
+
+    plain.optimizer.step = from_the_third
+    plain.train()
+    assert_same_weights(weights_of(trainer), weights_of(plain), 1e-5, 1e-7)
+
+
+def test_gradients_that_no_loss_scale_helps_end_the_run(make, scaled):
+    trainer = make(**STEPS | {"steps": 20})
+    scaled(trainer, limit=0.0)
+    with pytest.raises(BadUpdates, match="10 updates in a row"):
+        trainer.train()
+    assert trainer.accelerator.scaler.get_scale() == 2.0**-10  # 16 updates to a scale of 1
 
 
 # Checkpoints
@@ -470,24 +570,25 @@ def test_half_a_row_is_taken_back(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, of Linux")
-def test_a_row_that_finds_no_room_ends_the_run_and_is_made_again(undisturbed, make):
-    trainer = make(**STEPS)
-    log, own = (trainer.config.folder / name for name in ("metrics.jsonl", "own"))
+@pytest.mark.parametrize("name", ("metrics", "evaluations", "answers"))
+def test_rows_that_find_no_room_are_written_with_the_next_ones(name, make, capsys):
+    options = STEPS | {"eval_size": 2, "eval_every": 1, "save_every": 0}
+    expected, trainer = make(name="a", **options), make(name="b", **options)
+    log, own = (trainer.config.folder / x for x in (f"{name}.jsonl", "own"))
 
     def fill(row, _):
-        log.rename(own)
-        log.symlink_to("/dev/full")
+        if row["step"] == 1:
+            log.rename(own)
+            log.symlink_to("/dev/full")
+        elif row["step"] == 3:
+            own.rename(log)
 
-    with pytest.raises(OSError, match=r"No space left .*metrics\.jsonl"):
-        trainer.train(fill)
-    log.unlink()
-    log.write_text(own.read_text() + '{"ste')
-    again = make(resume=True, **STEPS)
-    again.train()
-    assert_same_weights(weights_of(again), undisturbed[1])
-    assert steps_of(log) == [1, 2, 3]
-    again.train()  # which keeps the rows
-    assert steps_of(log) == [1, 2, 3]
+    trainer.train(fill)
+    message = rf"warning: {name}.jsonl cannot be written \(.*No space left"
+    assert len(re.findall(message, capsys.readouterr().out)) == 1
+    rows = [logs.read(x) for x in (log, expected.train() / f"{name}.jsonl")]
+    assert [*map(untimed, rows[0])] == [*map(untimed, rows[1])]
+    assert checkpoint.latest(trainer.config.folder).name == "step-000003"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="folders of Linux")

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_kernels.training import TrainingConfig
 from grpo_kernels.training.run import logs, report
-from grpo_kernels.training.run.observers import line_of, sample_table
+from grpo_kernels.training.run.observers import line_of, print_above, sample_table
 
 
 def rows_of(*rewards):
@@ -91,6 +91,12 @@ def test_curves_of_one_short_name_are_told_apart(monkeypatch):
                      "own": ["x", "b/x", "n[0]"]}  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ("_brief", "brief", "$x$", "a_$b$"))
+def test_a_curve_has_its_name(name):
+    page = report._svg("$t$", {"reward": [(1, 0.0)], name: [(1, 0.0), (2, 1.0)]})
+    assert all(f"<!-- {text} -->" in page for text in ("reward", name, "$t$"))
+
+
 def test_a_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch):
     def commit():
         report.write_environment(tmp_path)
@@ -121,3 +127,13 @@ def test_the_terminal_tells_prompt_completion_and_answer_apart():
     ]
     line = line_of({"step": 3, "reward": 0.5, "accuracy": 0.25, "seconds": 2})
     assert "reward 0.500  sampled accuracy 25%  2.0 s" in line
+
+
+def test_the_terminal_gets_no_control_characters(capsys):
+    row = {"prompt": "Q \x1b[2J", "answer": "1\x1b]0;owned\x07", "reward": 1.0, "advantage": 0.5,
+           "ended": True, "completion": "ä \x1b[31mb\x08c\x9b1A\u202e"}  # fmt: skip
+    text = sample_table([row])
+    assert "ä \\x1b[31mb\\x08c\\x9b1A\\u202e" in text and r"1\x1b]0;owned\x07" in text
+    assert all(c.isprintable() for c in text.replace("\n", ""))
+    print_above("one\x1b[2J\ntwo")
+    assert capsys.readouterr().out == "one\\x1b[2J\ntwo\n"

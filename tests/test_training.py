@@ -383,8 +383,9 @@ def test_a_run_that_nobody_looks_at_trains_the_same(make):
     assert kept[0] == kept[1] in (2, 3)
 
 
-@pytest.mark.parametrize("event", ("start", "step", "evaluation", "end", "on_step", "terminal"))
-def test_who_looks_on_never_ends_a_run(event, make, monkeypatch, capsys):
+@pytest.mark.parametrize("event", ("start", "step", "evaluation", "end", "terminal"))
+@pytest.mark.parametrize("error", (ConnectionError, SystemExit))
+def test_who_looks_on_never_ends_a_run(event, error, make, monkeypatch, capsys):
     """A tracker without a network, say, or a terminal that was closed.
 
     The row is there when a tracker looks, and so are all others.
@@ -393,7 +394,7 @@ def test_who_looks_on_never_ends_a_run(event, make, monkeypatch, capsys):
 
     def fails(*_, **__):
         seen.append(len(rows_of(trainer.config.folder)) if trainer.run.step else 0)
-        raise ConnectionError("no route to the tracker")
+        raise error("no route to the tracker")
 
     class Tracker(Observer):
         pass
@@ -402,12 +403,27 @@ def test_who_looks_on_never_ends_a_run(event, make, monkeypatch, capsys):
         monkeypatch.setattr("tqdm.tqdm.write", fails)
     setattr(Tracker, event, fails)
     trainer.run.observers.insert(0, Tracker(trainer.config))
-    folder = trainer.train(fails if event == "on_step" else None)
+    folder = trainer.train()
     assert len(rows_of(folder)) == 3 and checkpoint.latest(folder).name == "step-000003.pt"
     assert (folder / "report.html").exists()
-    if event in ("step", "on_step"):
+    if event == "step":
         assert seen == [1, 2, 3]
     if event != "terminal":
-        name = "on_step" if event == "on_step" else "Tracker"
-        message = f"{name} failed (ConnectionError: no route to the tracker)"
+        message = f"Tracker failed ({error.__name__}: no route to the tracker)"
         assert capsys.readouterr().out.count(message) == 1
+
+
+def test_who_looks_on_gets_a_row_of_its_own(make):
+    trainer, seen = make(steps=2), []
+
+    class Changes(Observer):
+        def step(self, row, samples):
+            row.clear()
+
+    class Sees(Observer):
+        def step(self, row, samples):
+            seen.append(row["step"])
+
+    trainer.run.observers[:] = [Changes(trainer.config), Sees(trainer.config)]
+    trainer.train(lambda row, _: seen.append(row["step"]))
+    assert seen == [1, 1, 2, 2]

@@ -12,11 +12,20 @@ from typing import Literal
 import accelerate
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from filelock import FileLock
+from safetensors.torch import load_file
 
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.base.hints import ELSEWHERE
-from grpo_kernels.training import TrainingConfig, command_line, loading, parse_config
+from grpo_kernels.training import (
+    TrainingConfig,
+    command_line,
+    load_model,
+    loading,
+    parse_config,
+)
 from grpo_kernels.training import __main__ as training_command
 from grpo_kernels.training.checks import check_host, start
 from grpo_kernels.training.config import DEFAULTS, DTYPES
@@ -137,7 +146,8 @@ def test_types_are_checked(option, value, message):
         ({}, {"WORLD_SIZE": "2"}, r"WORLD_SIZE=2, but .* one process: .*ACCELERATE_USE_CPU"),
         *(({"model": "no/where"}, {f"ACCELERATE_USE_{kind}": "true"},
            f"ACCELERATE_USE_{kind} does .*FusedGRPOTrainer")
-          for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")),
+          for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")),
+        ({"model": "no/where"}, {"ACCELERATE_FP8_BACKEND": "TE"}, "ACCELERATE_FP8_BACKEND=TE does"),
     ),
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(options, environment, message, make, monkeypatch):
@@ -517,7 +527,7 @@ def test_a_missing_extra_is_named(missing):
     ),
 )
 def test_a_dtype_is_that_of_weights_and_gemms(dtype, weights, autocast, gemms, monkeypatch):
-    """On a GPU with bf16; elsewhere nothing is autocast, and mixed is fp32."""
+    """On a GPU with bf16; on one without mixed is fp16, and on a CPU fp32."""
     config = config_of(dtype=dtype)
 
     def chosen():
@@ -526,10 +536,67 @@ def test_a_dtype_is_that_of_weights_and_gemms(dtype, weights, autocast, gemms, m
     assert (DTYPES[dtype], *chosen()) == (weights, "no", weights)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     # A T4 says that it has bf16: by emulation, slower than float32.
-    for native, expected in ((False, ("no", weights)), (True, (autocast, gemms))):
+    without = ("fp16", "float16") if dtype == "mixed" else ("no", weights)
+    for native, expected in ((False, without), (True, (autocast, gemms))):
         answer = {True: True, False: native}
         monkeypatch.setattr(
             torch.cuda, "is_bf16_supported",
             lambda including_emulation=True, answer=answer: answer[including_emulation],
         )  # fmt: skip
         assert chosen() == expected
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert chosen() == ("no", weights)
+
+
+# What `accelerate launch` may have put there, but for what is refused.
+ENVIRONMENT = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_DYNAMO_BACKEND": "EAGER",
+    "ACCELERATE_DYNAMO_MODE": "max-autotune", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "true",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "true", "ACCELERATE_MIXED_PRECISION": "bf16",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true", "ACCELERATE_DOWNCAST_BF16": "true",
+    "ACCELERATE_GRADIENT_CLIPPING": "0.1", "ACCELERATE_BYPASS_DEVICE_MAP": "true",
+    "ACCELERATE_DEBUG_MODE": "true", "ACCELERATE_ALLOW_CP_STANDALONE": "true",
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": "true", "ACCELERATE_FP8_BACKEND": "NO",
+    "ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "2", "PARALLELISM_CONFIG_CP_SIZE": "2",
+}  # fmt: skip
+
+
+def test_the_environment_changes_neither_gradients_nor_names(make, tmp_path, monkeypatch, capsys):
+    AcceleratorState._reset_state(reset_partial_state=True)  # which has what it read before
+    plain = make(name="plain", save_model=True).train()
+    said = capsys.readouterr().out
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    try:
+        other = make(name="other", save_model=True).train()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert trainer_runs.rows_of(other) == trainer_runs.rows_of(plain)
+    saved, expected = (load_file(x / "model" / "model.safetensors") for x in (other, plain))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+    lines = capsys.readouterr().out
+    for text in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", "ACCELERATE_DYNAMO_BACKEND=eager"):
+        assert f"{text} is not used: " in lines and text not in said
+
+
+def test_an_accelerator_made_before_compiles_nothing(make):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        Accelerator(dynamo_backend="eager")
+        with pytest.raises(ValueError, match="accelerator: an Accelerator was made with torch"):
+            make()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("part", ("model", "layer"))
+def test_a_compiled_model_is_refused(part, make, tiny_model, tmp_path):
+    model, tokenizer = load_model(trainer_runs.config_of(tiny_model, tmp_path))
+    if part == "layer":
+        model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match="model: expected one that was not passed to torch"):
+        make(model, tokenizer)

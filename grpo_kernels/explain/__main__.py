@@ -9,6 +9,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from ..base.text import printable
 from . import exports, page
 from .causes import rank
 from .explanation import Explanation
@@ -41,9 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         output.write_text(text, encoding="ascii")
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
-    # A terminal would obey control characters.
-    for line in str(explanation).split("\n"):
-        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+    print(printable(str(explanation)))
     print(f"page: {output}")
 
 

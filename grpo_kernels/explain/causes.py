@@ -171,7 +171,8 @@ class _Step:
             if self.explanation.texts is not None:
                 first = int(torch.searchsorted(self.sequence, b))
                 word = f" {self.explanation.texts[b][i - first][:20]!r}"
-            worst.append(f"sequence {b} token {t}{word} {size[i]:.3g}")
+            number = f"{size[i]:.1%}" if size is self.part else f"{size[i]:.3g}"
+            worst.append(f"sequence {b} token {t}{word} {number}")
         yield Cause(name, min(share, 1.0), f"{text}: {', '.join(worst)}", _REMEDIES[name], places)
 
     def carried(

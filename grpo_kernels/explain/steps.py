@@ -67,4 +67,10 @@ class ExplainedSteps:
         explanation.write(page)
         explanation.write(page.with_suffix(".jsonl"))
         first = "".join(f"{cause.name}: {cause.text}; " for cause in explanation.causes[:1])
-        return f"step {step} explained ({why}): {first}see {page}"
+        because = "" if self.was_asked_for(why) else f" ({why})"
+        return f"step {step} explained{because}: {first}see {page}"
+
+    @staticmethod
+    def was_asked_for(why: str) -> bool:
+        """True for the reason of every n-th step, False for a spike's."""
+        return why.startswith("every ")

@@ -26,7 +26,7 @@ TAKEN = frozenset({
     "clip_low", "clip_high", "off_policy_dropped", "entropy_kept", "ce_loss", "ce_tokens", "ce_nll",
     "step", "reward", "reward_std", "accuracy", "groups_equal", "completion_length", "truncated",
     "grad_norm", "learning_rate", "loss", "warnings", "micro_batch_size", "bad_updates", "seconds",
-    "peak_memory_gib", "sampler_gap", "sampler_gap_max", "answers_timed_out",
+    "peak_memory_gib", "loss_scale", "sampler_gap", "sampler_gap_max", "answers_timed_out",
 })  # fmt: skip
 TAKEN_PREFIXES = ("clip_ratio/", "sampling/", "support/", "reward/", "accuracy/", "seconds/")
 _DIFFERENCE = "sampling/sampling_logp_difference"

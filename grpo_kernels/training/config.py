@@ -42,8 +42,8 @@ class TrainingConfig(GRPOLossConfig):
     model: str = ""
     """Causal language model: a folder, or a name on the hub, OWNER/NAME."""
     dtype: Literal["mixed", "fp32", "bf16"] = "mixed"
-    """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32, GEMMs bf16 on a GPU that has
-    it)."""
+    """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32; GEMMs bf16 on a GPU that has
+    it, else fp16, and fp32 on a CPU)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory, more time."""
     lora_rank: int = 0

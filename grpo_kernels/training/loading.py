@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +18,7 @@ from .config import DTYPES, TrainingConfig
 from .problems.data import why_not_downloaded
 from .sampling.completions import vocabulary_of
 from .sampling.rollout import GenerateRollout, Rollout
-from .step.policy import Policy, without_dropout
+from .step.policy import Policy, misses_parameters, without_dropout
 from .step.reference_model import check_tokens
 
 
@@ -127,6 +127,20 @@ def _with_adapters(model: nn.Module, config: TrainingConfig) -> nn.Module:
         raise ValueError(f"lora_target={config.lora_target!r}: {error}") from error
 
 
+def check_names(model: nn.Module) -> None:
+    """Refuses a model whose weights would be saved under names that `from_pretrained` ignores.
+
+    Raises:
+        ValueError: it was compiled, or a part of it.
+    """
+    name = next((name for name, _ in model.named_parameters() if "_orig_mod." in name), None)
+    if name is not None:
+        raise ValueError(
+            "model: expected one that was not passed to torch.compile, which renames its weights; "
+            f"got {name}: pass the model itself"
+        )
+
+
 def set_pad_token(tokenizer: Any, model: Any) -> None:
     """Pads with the end token where there is no pad token.
 
@@ -164,7 +178,10 @@ def prepared(
     `prompt`: some tokens, by which the head is found to make the model's own logits.
     """
     policy = without_dropout(Policy.from_config(model, config))
-    check_logits(policy.model, torch.tensor([prompt], dtype=torch.int64, device="cpu"))
+    ids = torch.tensor([prompt], dtype=torch.int64, device="cpu")
+    check_logits(policy.model, ids)
+    if accelerator.num_processes > 1 and misses_parameters(policy.model, ids[:, :2]):
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, lr=config.learning_rate, weight_decay=config.weight_decay

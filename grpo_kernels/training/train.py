@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -18,17 +19,24 @@ from ..integrations.private import forget_forward
 from .checks import checked_rewards, have_answers, start
 from .config import TrainingConfig
 from .evaluate import evaluate, write_problems
-from .loading import load_model, load_reference, make_rollout, prepared, set_pad_token
+from .loading import (
+    check_names,
+    load_model,
+    load_reference,
+    make_rollout,
+    prepared,
+    set_pad_token,
+)
 from .problems.answers import is_correct as answer_is_correct
 from .problems.data import Problem, not_held_out
 from .problems.data import load as load_problems
 from .problems.prompts import PromptEncoder, short_enough
 from .problems.rewards import Reward, judge, weighted_sum
-from .run import checkpoint, ranks
+from .run import checkpoint, ranks, user_code
 from .run.interruptions import OutOfMemory, Preempted, StepError
 from .run.metrics import Clock
 from .run.observers import introduction, print_above
-from .run.run import Run, place_of
+from .run.run import Run, every, place_of
 from .sampling.completions import Completion, vocabulary_of
 from .sampling.rollout import Rollout, Sampler
 from .step.explanations import Explanations
@@ -78,6 +86,7 @@ class Trainer:
         is_correct: Callable[[str, Any], bool] = answer_is_correct,
         rollout: Callable[[nn.Module], Rollout] | None = None,
     ) -> None:
+        check_names(model)
         self.config, self.tokenizer, self.is_correct = config, tokenizer, is_correct
         self.accelerator = accelerator = start(config, own_rollout=rollout is not None)
         self.rewards = checked_rewards(config, train, held_out, rewards, is_correct)
@@ -151,56 +160,51 @@ class Trainer:
 
         Args:
             on_step: called in every process with each step's row of metrics and its `Samples`,
-                before the step's evaluation and checkpoint. In one process its first error is
-                printed; in several an error ends the run.
+                before the step's checkpoint and evaluation. What it raises ends the run, after
+                a checkpoint.
         """
         run, config = self.run, self.config
         with run.locked(), run.interruptions:
             self._open()
             run.notify("start", run.step)
-            if run.step == 0 or not run.evaluated:
+            if not run.evaluated:
                 self._evaluate()
-                if run.step:  # due before, and not to be made again
-                    run.save()
                 run.interruptions.check()
             while run.step < config.steps:
                 run.begin_step()
                 try:
-                    improved = self._step(on_step)
-                    last = run.step == config.steps
-                    run.interruptions.check(may_stop=not last)
+                    self._step(on_step)
+                    run.interruptions.check(may_stop=run.step < config.steps)
                 except BaseException as error:
                     if isinstance(error, (StepError, Preempted)) or ran_out_of_memory(error):
                         self._drop_gradients()
                         run.stop(error)
                     raise
-                if improved or last or _every(config.save_every, run.step):
-                    run.save()
             if config.save_model:
                 folder = config.folder / "model"
                 checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, folder)
+            run.write_waiting()
             run.notify("end")
         return config.folder
 
-    def _step(self, on_step: OnStep | None) -> bool:
-        """A step, and what is due after it; returns True for the best accuracy so far."""
+    def _step(self, on_step: OnStep | None) -> None:
+        """A step, and what is due after it: a checkpoint stands before the last evaluation."""
         run, config, problems = self.run, self.config, self.train_problems
         turns = range((run.step - 1) * config.prompts_per_step, run.step * config.prompts_per_step)
         row, samples = self.train_step(
             [problems[place_of(turn, len(problems), config.seed)] for turn in turns]
         )
-        if self.reference is not None and _every(config.sync_ref_every, run.step):
+        if self.reference is not None and every(config.sync_ref_every, run.step):
             self.reference.sync(self.policy)
         run.end_updates()
-        run.evaluated = not (run.step == config.steps or _every(config.eval_every, run.step))
         run.write_step(row, samples)
-        if on_step is not None and self.accelerator.num_processes == 1:
-            run.look_on("on_step", on_step, row, samples)
-        elif on_step is not None:
-            # It may change weights, or wait for other processes: one alone cannot go on without it.
-            with ranks.raise_on_all_ranks(self.accelerator, StepError, others="on_step: "):
-                on_step(row, samples)
-        return not run.evaluated and self._evaluate()
+        if on_step is not None:
+            with ranks.raise_on_all_ranks(self.accelerator, StepError):
+                user_code.call("on_step", partial(on_step, row, samples), StepError)
+        if run.step == config.steps or every(config.save_every, run.step):
+            run.save()
+        if not run.evaluated and self._evaluate():
+            run.save()
 
     def train_step(self, problems: Sequence[Problem]) -> tuple[dict[str, Any], Samples]:
         """Runs a rollout of these problems (of all processes) and the updates on it."""
@@ -234,7 +238,7 @@ class Trainer:
                 if scores.old_logps is None:  # of the policy that sampled
                     scores = replace(scores, old_logps=updates[0].logps)
         row = step_row(samples, labels, [x.metrics for x in updates], run, clock)
-        why = self.explanations.steps.why(run.step, row)
+        why = self.explanations.why(row)
         if why is not None and accelerator.is_main_process:
             run.look_on("explain", self._explain, why, samples, updates)
         return row, samples
@@ -254,10 +258,12 @@ class Trainer:
         )  # fmt: skip
 
     def _explain(self, why: str, samples: Samples, updates: Sequence[Update]) -> None:
+        if not self.scorer.trainable_rows(samples, range(len(samples.texts)), first_update=False):
+            return  # nothing was trained
         # One of several processes is alone here, and cannot score.
         alone = self.accelerator.num_processes == 1
         after = self.scorer.logps(samples) if alone else None
-        self.run.warn(self.explanations.write(self.run, why, samples, updates, after))
+        self.explanations.write(self.run, why, samples, updates, after)
 
     def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
         """The optimizer step of this number on the samples: on these rows, of every process."""
@@ -268,7 +274,9 @@ class Trainer:
         update = self._fitting(
             add_gradients, self.scorer, samples, scores, number, rows, self.sampler.sampler_dtype
         )
-        more = {
+        scaler = self.accelerator.scaler  # where GEMMs are in float16
+        scale = {} if scaler is None else {"loss_scale": scaler.get_scale()}
+        more = scale | {
             "grad_norm": self._optimizer_step(), "learning_rate": rate,
             "loss": ranks.reduce(self.accelerator, update.loss, fmean),
         }  # fmt: skip
@@ -278,8 +286,11 @@ class Trainer:
         """Clips the gradient and, if it is finite, steps; returns its norm."""
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         grad_norm = float(self.accelerator.clip_grad_norm_(trained, self.config.max_grad_norm))
-        if self.run.begin_update(grad_norm):
+        scaler = self.accelerator.scaler
+        if self.run.begin_update(grad_norm, 1.0 if scaler is None else scaler.get_scale()):
             self.optimizer.step()
+        elif scaler is not None:
+            scaler.update()
         self.optimizer.zero_grad()
         return grad_norm
 
@@ -300,8 +311,9 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Answers the held-out problems; returns True for the best accuracy of the training."""
-        run, run.evaluated = self.run, not self.held_out
-        if run.evaluated:
+        run = self.run
+        if not self.held_out:
+            run.evaluated = True
             return False
         set_seed(run.seed("evaluation"))
         evaluation = evaluate(
@@ -312,8 +324,9 @@ class Trainer:
         better = evaluation.accuracy > run.best.get("accuracy", -1.0)
         if better:
             run.best = {"step": run.step, "accuracy": evaluation.accuracy}
-        if self.accelerator.is_main_process:
-            evaluation.write(self.config.folder, run.step)
+        # Its row comes last: with that, a run that goes on takes it as made.
+        run.write("answers.jsonl", ({"step": run.step, **x} for x in evaluation.answers))
+        run.write("evaluations.jsonl", [evaluation.summary(run.step)])
         run.notify("evaluation", run.step, evaluation)
         return better and run.step > 0
 
@@ -331,7 +344,3 @@ class Trainer:
             self.sampler.weights_changed()
             run.print_main(f"Going on after step {run.step}, from {path}")
         self.accelerator.wait_for_everyone()
-
-
-def _every(count: int, step: int) -> bool:
-    return count > 0 and step % count == 0

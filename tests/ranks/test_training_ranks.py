@@ -10,11 +10,13 @@ import sys
 
 import pytest
 import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from grpo_kernels.training import Metric, evaluate
 from grpo_kernels.training.problems.answers import is_correct
 from grpo_kernels.training.run import logs
 from tests.helpers.ranks import JOB_S, ROOT
+from tests.helpers.tiny_models import COMMON, make_tokenizer
 from tests.helpers.trainer_runs import (
     assert_same_rows,
     assert_same_weights,
@@ -48,6 +50,8 @@ def trained(model, output, options, fault="", call=0):
     def of_rank(prompts, completions, **_):
         if due("reward"):
             raise ConnectionError("the judge is gone")
+        if due("exit"):
+            sys.exit(0)
         return noise(prompts, completions)
 
     def answered(text, answer):
@@ -72,7 +76,7 @@ def trained(model, output, options, fault="", call=0):
         return done
 
     trainer = trainer_of(
-        config_of(model, output, **options), rollout=same_for_any_ranks,
+        config_of(**{"model": model, "tmp_path": output, **options}), rollout=same_for_any_ranks,
         rewards={"noise": of_rank}, is_correct=answered,
     )  # fmt: skip
     trainer.metrics.register(Metric("ids", merge="sum"), Metric("longest", merge="max"))
@@ -140,6 +144,7 @@ FAULTS = {
     # The calls are of an evaluation, the first step, an evaluation, ...
     ("reward", 3): (JUDGE, 1, 2),
     ("reward", 4): (JUDGE, 1, 2),
+    ("exit", 2): ("RewardError: reward function noise: SystemExit: 0", 1, 2),
     ("is_correct", 1): (ANSWER, 0, 2),
 }
 
@@ -160,6 +165,24 @@ def test_a_fault_of_one_rank(fault, call, ranks, alone, tiny_model, tmp_path):
     assert_same_rows(rows_of(tmp_path / "t"), rows)
     for *_, weights in both:
         assert_same_weights(weights, expected, **CLOSE)
+
+
+def test_weights_that_no_text_reaches(ranks, alone, tmp_path):
+    """An image tower's, which DDP would wait for; their decay is that of one process, too: none."""
+    text = {**COMMON, "head_dim": 16, "layer_types": ["full_attention"] * 2}
+    image = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+             "num_attention_heads": 1, "image_size": 28, "patch_size": 14}  # fmt: skip
+    torch.manual_seed(0)
+    config = Gemma3Config(text_config=text, vision_config=image, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    options = {**SMALL, "micro_batch_size": 1, "weight_decay": 0.1, "epochs_per_rollout": 2}
+    options["model"] = str(tmp_path / "model")
+    rows, expected = alone(**options)
+    (*_, weights), _ = ranks(trained, tmp_path, tmp_path, options, environment=ON_CPUS)
+    assert_same_rows(rows_of(tmp_path / "t"), rows)
+    assert_same_weights(weights, expected, **CLOSE)
 
 
 def evaluated(folder, output):

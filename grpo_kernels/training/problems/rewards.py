@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..config import imported
-from ..run import ranks
+from ..run import ranks, user_code
 from ..run.interruptions import StepError
 from ..run.metrics import Metric, Metrics
 from .answers import is_correct
@@ -190,11 +190,12 @@ def reward_table(
             for key in _keywords(reward, offered)
         }
         name = f"reward function {reward.label}"
-        with _explained(name, offered["prompts"][0]):
-            returned = reward.function(**arguments)
-        with _explained(name):
-            values = list(returned)
-            numbers = [math.nan if value is None else float(value) for value in values]
+        returned = user_code.call(
+            name, partial(reward.function, **arguments), RewardError,
+            partial(_shape_of_arguments, offered["prompts"][0]),
+        )  # fmt: skip
+        # A generator, say, runs here.
+        values, numbers = user_code.call(name, partial(_numbers, returned), RewardError)
         if len(values) != len(rows):
             raise RewardError(
                 f"{name}: expected {len(rows)} values, one per completion; got {len(values)}"
@@ -248,9 +249,11 @@ def judge(
     with ranks.raise_on_all_ranks(accelerator, RewardError):
         table = reward_table(rewards, problems, texts, more=more, metrics=metrics)
         if is_correct is not None:
-            with _explained("is_correct"):
-                right = [deepcopy(problem["answer"]) for problem in problems]
-                correct = [bool(is_correct(*pair)) for pair in zip(texts, right, strict=True)]
+            right = [deepcopy(problem["answer"]) for problem in problems]
+            pairs = list(zip(texts, right, strict=True))
+            correct = user_code.call(
+                "is_correct", lambda: [bool(is_correct(*pair)) for pair in pairs], RewardError
+            )
     table_of_all = torch.tensor(table, dtype=torch.float64, device="cpu")
     return Judged(texts, transcripts, table_of_all, correct, timed_out() - before)
 
@@ -294,17 +297,15 @@ def _keywords(reward: RewardFunction, offered: Sequence[str] | Mapping[str, Any]
     return [key for key in offered if takes_all or key in by_name]
 
 
-@contextmanager
-def _explained(what: str, prompt: Any = None) -> Iterator[None]:
-    """Raises RewardError in the name of a function that fails.
+def _numbers(returned: Any) -> tuple[list[Any], list[float]]:
+    """Returns the values of a reward function, and as numbers, with NaN for None."""
+    values = list(returned)
+    return values, [math.nan if value is None else float(value) for value in values]
 
-    With a prompt, an error that may be of the shape of the arguments says which shape they have.
-    """
-    try:
-        yield
-    except Exception as error:
-        rule = ""
-        if prompt is not None and isinstance(error, _SHAPE_ERRORS):
-            kind = "text" if isinstance(prompt, str) else "lists of messages"
-            rule = f" (prompts and completions are {kind} here)"
-        raise RewardError(f"{what}: {type(error).__name__}: {error}{rule}") from error
+
+def _shape_of_arguments(prompt: Any, error: BaseException) -> str:
+    """Returns which shape the arguments have, if the error may be of that."""
+    if not isinstance(error, _SHAPE_ERRORS):
+        return ""
+    kind = "text" if isinstance(prompt, str) else "lists of messages"
+    return f" (prompts and completions are {kind} here)"

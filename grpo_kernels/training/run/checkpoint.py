@@ -32,7 +32,7 @@ MAY_CHANGE = {
     "vllm_enable_sleep_mode",
 }  # fmt: skip
 _STATE = {
-    "step": int, "config": dict, "processes": int, "best": dict, "micro_batch_size": int,
+    "step": int, "config": dict, "processes": int, "micro_batch_size": int,
     "inputs": dict,
 }  # fmt: skip
 # Numbers of each weight that a digest is of.

@@ -80,13 +80,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:
-    """Makes a run's folder; removes the rows of steps after `step`, and what was not finished."""
+    """Makes a run's folder; removes rows and pages of steps after `step`, and what is not whole."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", options)
     for name in NAMES:
         path = folder / name
         if path.exists():
             write_rows(path, [row for row in read(path) if row["step"] <= step])
+    # The answers of an evaluation are written before its row.
+    answers, whole = folder / "answers.jsonl", {x["step"] for x in read(folder / NAMES[2])}
+    if answers.exists():
+        write_rows(answers, [row for row in read(answers) if row["step"] in whole])
+    for path in (folder / "explanations").glob("step-*"):
+        number = path.stem.removeprefix("step-")
+        if number.isdigit() and int(number) > step:
+            path.unlink()
 
 
 def _plain(x: Any) -> Any:

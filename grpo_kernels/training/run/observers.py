@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate import Accelerator
+from torch import Tensor
 from tqdm import tqdm
 
-from ..config import TrainingConfig
-from ..step.samples import Samples
-from . import logs, report
+from ...base.text import printable
+from ..config import DTYPES, TrainingConfig
+from . import logs, ranks, report
 from .accuracy import Evaluation
 
 # What the terminal shows of a step, if a run has it.
@@ -27,10 +28,35 @@ _LINE = {
 }  # fmt: skip
 
 
+class Ended(Protocol):
+    """A completion that was cut or not."""
+
+    @property
+    def ended(self) -> bool: ...
+
+
+class Samples(Protocol):
+    """The completions of a step, as `training.step.samples` has them, sorted by prompt."""
+
+    @property
+    def problems(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def prompt_of(self) -> Sequence[int]: ...
+    @property
+    def completions(self) -> Sequence[Ended]: ...
+    @property
+    def transcripts(self) -> Sequence[str]: ...
+    @property
+    def rewards_total(self) -> Tensor: ...
+    @property
+    def advantages(self) -> Tensor: ...
+
+
 class Observer:
     """Hears of a run's start after some step, every step and evaluation, and its end.
 
-    The weights evaluated are those after the step. Here nothing comes of it.
+    The weights evaluated are those after the step. A row is the observer's own copy. Here nothing
+    comes of it.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -66,14 +92,14 @@ class Terminal(Observer):
     def step(self, row: dict[str, Any], samples: Samples) -> None:
         self.progress.update()
         for warning in row.get("warnings", []):
-            tqdm.write(f"      warning: {warning}")
-        tqdm.write(line_of(row))
+            print_above(f"      warning: {warning}")
+        print_above(line_of(row))
         if self.shows_samples(row["step"]):
             rows = sample_rows(samples, self.config.num_generations)
-            tqdm.write(sample_table(rows))
+            print_above(sample_table(rows))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        tqdm.write(f"{step:5d}  {evaluation}")
+        print_above(f"{step:5d}  {evaluation}")
 
     def end(self) -> None:
         self.progress.close()
@@ -118,7 +144,7 @@ class Page(Observer):
     def _write(self, ending: str = "") -> None:
         page, summary = report.write(self.config.folder)
         if ending:
-            tqdm.write(summary + ending.format(page))
+            print_above(summary + ending.format(page))
 
 
 def _plain(value: Any) -> Any:
@@ -129,9 +155,9 @@ def _plain(value: Any) -> Any:
 
 
 def print_above(text: str) -> None:
-    """Prints above the progress bar; a terminal that was closed has no say."""
+    """Prints above the progress bar, without control characters; to a closed terminal nothing."""
     with suppress(OSError, ValueError):
-        tqdm.write(text)
+        tqdm.write(printable(text))
 
 
 def observers_of(config: TrainingConfig, accelerator: Accelerator) -> list[Observer]:
@@ -148,11 +174,13 @@ def introduction(
     """A run's first lines: what is trained, on how many problems, and where."""
     policy = accelerator.unwrap_model(policy)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    weights, gemms = DTYPES[config.dtype], ranks.gemm_dtype(config)
     yield (
         f"{config.model} on {accelerator.num_processes} x {accelerator.device.type}: "
-        f"{trained / 1e6:,.1f}M trained parameters; {problems:,} problems to train on, "
-        f"{held_out:,} held out; results in {config.folder}/"
+        f"{trained / 1e6:,.1f}M trained parameters in {weights}, GEMMs in {gemms}; {problems:,} "
+        f"problems to train on, {held_out:,} held out; results in {config.folder}/"
     )
+    yield from ranks.overruled()
     if held_out:
         how = f"at temperature {config.eval_temperature:g}" if config.eval_temperature else "greedy"
         yield (
@@ -177,7 +205,7 @@ def line_of(row: Mapping[str, Any]) -> str:
 def sample_rows(samples: Samples, group_size: int) -> list[dict[str, Any]]:
     """Rows of `samples.jsonl`: the best and the worst completion of the first two groups."""
     shown = []
-    for start in range(0, min(len(samples.texts), 2 * group_size), group_size):
+    for start in range(0, min(len(samples.prompt_of), 2 * group_size), group_size):
         by_advantage = samples.advantages[start : start + group_size].argsort().tolist()
         problem = samples.problems[samples.prompt_of[start]]
         for i in (start + by_advantage[-1], start + by_advantage[0]):
@@ -205,4 +233,4 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))

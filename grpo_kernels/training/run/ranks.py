@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from accelerate.utils import InitProcessGroupKwargs, gather_object, parse_flag_from_env
+from accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    gather_object,
+    parse_flag_from_env,
+)
 from torch import Tensor
 
 from ..config import DTYPES, TrainingConfig
@@ -19,6 +26,21 @@ from ..config import DTYPES, TrainingConfig
 _T = TypeVar("_T")
 # Seconds after which a collective beside vLLM fails by itself.
 _SAMPLING_S = 2640.0
+# The environment that `accelerate` reads. Some variables are refused: these flags, with which
+# DEEPSPEED_*, FSDP_*, MEGATRON_LM_* and PARALLELISM_CONFIG_* count, and a backend of fp8.
+_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+_SHARDED_TYPES = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}
+# Some are overruled: ACCELERATE_MIXED_PRECISION, by `dtype`, and these, of which a run tells. A
+# model that is compiled would be saved under other names.
+_OVERRULED = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        "1", "set prompts_per_step (batch) and micro_batch_size (what fits in memory)"
+    ),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "the policy is not compiled"),
+}  # fmt: skip
+# Others change neither gradients nor names: which devices (ACCELERATE_USE_CPU, _TORCH_DEVICE,
+# _CPU_AFFINITY, _BYPASS_DEVICE_MAP, _USE_SAGEMAKER), what is printed (_DEBUG_MODE, _LOG_LEVEL,
+# _ENABLE_RICH), what counts on a TPU or for DeepSpeed alone (_DOWNCAST_BF16, _GRADIENT_CLIPPING).
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:
@@ -38,8 +60,10 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=_SAMPLING_S))]
     accelerator = Accelerator(
         mixed_precision=mixed_precision(config), log_with=config.trackers or None,
-        project_dir=str(config.folder), kwargs_handlers=handlers,
+        project_dir=str(config.folder), kwargs_handlers=handlers, dynamo_backend="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
     )  # fmt: skip
+    _check_state(accelerator)
     installed = {str(tracker) for tracker in accelerator.log_with}
     missing = [name for name in config.trackers if name not in installed | {"all"}]
     if missing:
@@ -59,17 +83,48 @@ def is_first_process() -> bool:
 
 
 def check_launch() -> None:
-    """Refuses a launch that shards the weights, which this loop does not.
+    """Refuses a launch that shards the weights or changes layers, which this loop does not.
 
     Raises:
         ValueError: names what `accelerate launch` was told to do, and the way out.
     """
-    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+    for kind in _SHARDING:
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
             raise ValueError(
                 f"ACCELERATE_USE_{kind} does not work with this trainer, whose processes hold all "
                 "weights: launch with examples/configs/ddp.yaml (DDP), or train with TRL and "
                 "grpo_kernels.integrations.trl.FusedGRPOTrainer, as examples/trl_gsm8k.py does"
+            )
+    fp8 = os.environ.get("ACCELERATE_FP8_BACKEND", "no")
+    if fp8.lower() != "no":
+        raise ValueError(
+            f"ACCELERATE_FP8_BACKEND={fp8} does not work with this trainer, which has no fp8: "
+            "launch without it, and set dtype"
+        )
+
+
+def overruled() -> list[str]:
+    """Returns a line for each thing that `accelerate launch` was told and that a run overrules."""
+    values = {name: os.environ.get(name, usual).lower() for name, (usual, _) in _OVERRULED.items()}
+    return [
+        f"{name}={values[name]} is not used: {instead}"
+        for name, (usual, instead) in _OVERRULED.items() if values[name] != usual
+    ]  # fmt: skip
+
+
+def _check_state(accelerator: Accelerator) -> None:
+    """Refuses what an `Accelerator` that was made before has left: all share one state."""
+    state = accelerator.state
+    left = {
+        "parallelism_config": state.parallelism_config is not None,
+        "torch.compile": state.dynamo_plugin.backend != DynamoBackend.NO,
+        str(state.distributed_type.value): state.distributed_type in _SHARDED_TYPES,
+    }
+    for what, is_set in left.items():
+        if is_set:
+            raise ValueError(
+                f"accelerator: an Accelerator was made with {what} before this trainer, which "
+                "does without: make none before it"
             )
 
 
@@ -136,14 +191,25 @@ def join(accelerator: Accelerator, x: Tensor) -> Tensor:
 
 
 def mixed_precision(config: TrainingConfig) -> str:
-    """The precision of autocast: `"bf16"` or `"no"`."""
-    low = config.dtype != "fp32" and torch.cuda.is_available()
+    """The precision of autocast: `"bf16"`, `"fp16"` or `"no"`."""
+    if config.dtype == "fp32" or not _on_cuda():
+        return "no"
     # Before Ampere bf16 is emulated, slower than float32.
-    low = low and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bf16" if low else "no"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    return "fp16" if config.dtype == "mixed" else "no"
 
 
 def gemm_dtype(config: TrainingConfig) -> str:
     """The dtype of the policy's GEMMs, as torch calls it."""
-    low = config.dtype == "bf16" or mixed_precision(config) == "bf16"
-    return DTYPES["bf16" if low else "fp32"]
+    if config.dtype == "bf16":
+        return DTYPES["bf16"]
+    return {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}[mixed_precision(config)]
+
+
+def _on_cuda() -> bool:
+    """True if accelerate chooses a CUDA device, which the environment may have it not."""
+    device = os.environ.get("ACCELERATE_TORCH_DEVICE")
+    if device is not None:
+        return torch.device(device).type == "cuda"
+    return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")

@@ -252,14 +252,18 @@ def _svg(title: str, lines: Mapping[str, Points]) -> str:
     figure = Figure(figsize=(4.4, 2.8), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.subplots()
-    for label, points in lines.items():
+    for points in lines.values():
         steps, values, *ends = zip(*points, strict=True)
         far = [[abs(a - b) for a, b in zip(end, values, strict=True)] for end in ends] or None
         curve = _smooth(values) if "mean of" in title else values
-        axes.errorbar(steps, curve, far, fmt="-" if len(steps) > 1 else "o", capsize=3, label=label)
-    axes.legend(fontsize=7)
+        axes.errorbar(steps, curve, far, fmt="-" if len(steps) > 1 else "o", capsize=3, label="x")
+    # Names are set afterwards: a legend leaves out those with an underscore before them, and has
+    # formulas between dollar signs.
+    for label, name in zip(axes.legend(fontsize=7).get_texts(), lines, strict=True):
+        label.set_text(name)
+        label.set_parse_math(False)
     axes.set_yscale("log" if "log scale" in title else "linear")
-    axes.set_title(title, fontsize=9)
+    axes.set_title(title, fontsize=9, parse_math=False)
     axes.set_xlabel("step", fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=7, which="both")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from copy import deepcopy
+from functools import lru_cache, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ from accelerate.utils.memory import clear_device_cache
 from filelock import FileLock, Timeout
 
 from ..config import TrainingConfig
-from . import checkpoint, logs, ranks
+from . import checkpoint, logs, ranks, user_code
 from .interruptions import BadUpdates, Interruptions, Preempted, StepError
 from .metrics import Metrics
-from .observers import observers_of, print_above
+from .observers import Samples, observers_of, print_above
 from .watch import Watch
 
 # Updates in a row without a finite gradient, after which the run ends.
 MOST_BAD = 10
+
+
+class _LookedOn(Exception):
+    """An error of one who looks on."""
 
 
 class Run:
@@ -48,13 +53,14 @@ class Run:
         self.interruptions = Interruptions(accelerator)
         self.observers = observers_of(config, accelerator)
         self.failed: set[str] = set()  # those who look on of which an error was printed
+        self.waiting: dict[str, list[Mapping[str, Any]]] = {}  # rows that found no room, by file
         self.watch = Watch(config)
         self.metrics = Metrics()
         self.step = 0  # under way, or the last one
         self.trained = 0  # the last one whose updates were all made
         self.saved = 0  # the last one of which there is a checkpoint
         self.within_step = False  # whether weights have moved since the step that is trained
-        self.evaluated = True  # False where an evaluation is due
+        self.evaluated = True  # False where an evaluation of the step is due
         self.best: dict[str, Any] = {}  # step and accuracy of the best evaluation of the training
         self.bad_updates = 0  # without a finite gradient, the last ones in a row
         self.micro_batch_size = config.micro_batch_size  # less, once memory has run out
@@ -78,35 +84,62 @@ class Run:
         """Prints a warning."""
         self.print_main(f"      warning: {text}")
 
-    def write_step(self, row: dict[str, Any], samples: Any) -> None:
-        """Writes a step's row, with its warnings; then observers see it.
-
-        Raises:
-            OSError: the disk is full, say.
-        """
+    def write_step(self, row: dict[str, Any], samples: Samples) -> None:
+        """Writes a step's row, with its warnings; then observers see it."""
         if self.accelerator.is_main_process:
             if warnings := self.watch.after_step(row):
                 row["warnings"] = warnings
-            logs.append(self.config.folder / "metrics.jsonl", row)
+            self.write("metrics.jsonl", [row])
             if charts := self.metrics.charts():
                 path = self.config.folder / "charts.json"
                 self.look_on("charts", logs.write_json, path, charts)
         self.notify("step", row, samples)
 
+    def write(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Adds rows to a file of the folder, in the main process; warns where there is no room.
+
+        Such rows are written with the next ones.
+        """
+        if not self.accelerator.is_main_process:
+            return
+        waiting = self.waiting.setdefault(name, [])
+        waiting += rows
+        try:
+            while waiting:
+                logs.append(self.config.folder / name, waiting[0])
+                del waiting[0]
+        except OSError as error:
+            if name not in self.failed:
+                self.failed.add(name)
+                self.warn(
+                    f"{name} cannot be written ({error}): its rows wait until there is room, and "
+                    f"training goes on. Make room in {self.config.folder}"
+                )
+        else:
+            self.failed.discard(name)
+
+    def write_waiting(self) -> None:
+        """Writes the rows that found no room before."""
+        for name in self.waiting:
+            self.write(name, [])
+
     def notify(self, event: str, *news: Any) -> None:
         """Calls this method of every `Observer`; see `look_on`."""
         for observer in self.observers:
-            self.look_on(type(observer).__name__, getattr(observer, event), *news)
+            # What one changes in a row, no other sees.
+            copies = [deepcopy(x) if isinstance(x, dict) else x for x in news]
+            self.look_on(type(observer).__name__, getattr(observer, event), *copies)
 
     def look_on(self, name: str, look: Callable[..., object], *news: Any) -> None:
         """Shows news to one who looks on, whose errors never end a run: the first is printed."""
         try:
-            look(*news)
-        except Exception as error:
+            user_code.call(name, partial(look, *news), _LookedOn)
+        except _LookedOn as error:
             if name not in self.failed:
                 self.failed.add(name)
+                cause = error.__cause__
                 print_above(
-                    f"      warning: {name} failed ({type(error).__name__}: {error}); training "
+                    f"      warning: {name} failed ({type(cause).__name__}: {cause}); training "
                     "goes on, and its later errors are not printed"
                 )
 
@@ -138,8 +171,11 @@ class Run:
         self.trained = self.step
         self.step += 1
 
-    def begin_update(self, grad_norm: float) -> bool:
+    def begin_update(self, grad_norm: float, scale: float = 1.0) -> bool:
         """Notes an update before it is made; returns False if it is to be left out.
+
+        `scale`: of the loss, where GEMMs are in float16. A large one alone may make the gradient
+        infinite, as in the first updates.
 
         Raises:
             BadUpdates: too many in a row had no finite gradient.
@@ -147,7 +183,7 @@ class Run:
         if math.isfinite(grad_norm):
             self.within_step, self.bad_updates = True, 0
             return True
-        self.bad_updates += 1
+        self.bad_updates += scale <= 1
         if self.bad_updates >= MOST_BAD:
             raise BadUpdates(self.bad_updates, checkpoint.latest(self.config.folder))
         return False
@@ -155,6 +191,7 @@ class Run:
     def end_updates(self) -> None:
         """Notes that the step's updates were all made."""
         self.trained, self.within_step = self.step, False
+        self.evaluated = not self.evaluates(self.step)
 
     def keep_first_gap(self, gap: float) -> float:
         """Returns the gap to the sampler's log-probs in the first step that had one."""
@@ -206,14 +243,29 @@ class Run:
             logs.open_folder(config.folder, config.as_json(), known)
             for row in logs.read(config.folder / "metrics.jsonl"):  # of a run that goes on
                 self.watch.after_step(row)
+        self._see_evaluations()
         return path
+
+    def evaluates(self, step: int) -> bool:
+        """True for the steps after which held-out problems are answered."""
+        return step in (0, self.config.steps) or every(self.config.eval_every, step)
+
+    def _see_evaluations(self) -> None:
+        """Takes the best evaluation, and whether the last step's was made, from their file."""
+        rows = logs.read(self.config.folder / "evaluations.jsonl")
+        # The main process's file, should others have none.
+        rows = ranks.reduce(self.accelerator, rows, itemgetter(0))
+        made = {row["step"] for row in rows}
+        self.evaluated = not self.evaluates(self.step) or self.step in made
+        first, *_ = sorted(rows, key=lambda row: -row["accuracy"]) or [{}]
+        self.best = {name: first[name] for name in ("step", "accuracy") if name in first}
 
     def save(self) -> None:
         """Writes a checkpoint, if `save_every` lets it; warns where there is none.
 
         Of weights that are not finite none is made; where the disk is full, say, training goes on.
         """
-        if self.config.save_every < 0:
+        if self.config.save_every < 0 or self.saved == self.step:
             return
         if self.bad_updates or not ranks.finite(self.accelerator, self.changing.weights.values()):
             self.warn(f"no checkpoint of step {self.step}: gradients or weights are not finite")
@@ -227,6 +279,10 @@ class Run:
             )
             return
         self.saved = self.step
+        self.prune()
+
+    def prune(self) -> None:
+        """Deletes all checkpoints but the best and the last two."""
         if self.accelerator.is_main_process:
             best = self.best.get("step", self.step)
             self.look_on("pruning", checkpoint.prune, self.config.folder, best)
@@ -239,6 +295,7 @@ class Run:
         if self.saved < self.step and not self.within_step:
             self.save()
         then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
+        self.write_waiting()
         self.print_main(f"Stopped: {then}")
         if self.step and isinstance(error, Preempted):
             self.notify("end")
@@ -246,19 +303,22 @@ class Run:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "step": self.step, "best": self.best, "evaluated": self.evaluated,
-            "config": self.config.as_json(), "processes": self.accelerator.num_processes,
-            "inputs": self.inputs, "first_gap": self.first_gap,
-            "micro_batch_size": self.micro_batch_size,
+            "step": self.step, "config": self.config.as_json(),
+            "processes": self.accelerator.num_processes, "inputs": self.inputs,
+            "first_gap": self.first_gap, "micro_batch_size": self.micro_batch_size,
         }  # fmt: skip
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = self.trained = self.saved = state["step"]
-        self.best, self.evaluated = state["best"], state["evaluated"]
         self.first_gap, self.within_step = state["first_gap"], False
         # What the run had left of it, unless the option is another one now.
         if state["config"]["micro_batch_size"] == self.config.micro_batch_size:
             self.micro_batch_size = state["micro_batch_size"]
+
+
+def every(count: int, step: int) -> bool:
+    """True for each `count`-th step; for none if `count` is 0."""
+    return count > 0 and step % count == 0
 
 
 def place_of(turn: int, count: int, seed: int) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import TrainingConfig
-from ..problems.expressions import SECONDS
 
 # Steps that count as "always", and steps until a warning is repeated.
 WINDOW = 5
@@ -16,6 +15,13 @@ QUIET = 20
 LARGE_RATIO = 10.0
 LARGE_KL = 10.0
 LOW_ENTROPY = 0.05
+
+
+def skipped_by_scaler(row: Mapping[str, Any]) -> bool:
+    """True if gradients of a step were too large for float16 at the scale of the loss."""
+    norm = row["grad_norm"]
+    overflowed = norm is None or not math.isfinite(norm)
+    return overflowed and "loss_scale" in row and "bad_updates" not in row
 
 
 class Watch:
@@ -48,7 +54,12 @@ class Watch:
             return len(self.rows) == WINDOW and all(r[name] == 1 for r in self.rows)
 
         norm = row["grad_norm"]
-        if norm is None or not math.isfinite(norm):
+        if skipped_by_scaler(row):
+            signs["scale"] = (
+                f"gradients were too large for float16 at a loss scale of {row['loss_scale']:g}: "
+                "the update was skipped, and the scale is halved. This is normal in first steps"
+            )
+        elif norm is None or not math.isfinite(norm):
             signs["gradient"] = (
                 f"the gradient norm is {norm}: the update was skipped. Lower learning_rate, or "
                 "look for NaN in the model"
@@ -66,8 +77,8 @@ class Watch:
             )
         if late := row.get("answers_timed_out"):
             signs["late"] = (
-                f"{late:.0f} comparisons of answers had no result in {SECONDS:g} s and count as "
-                "wrong: look at samples.jsonl for long or nested expressions"
+                f"{late:.0f} comparisons of answers had no result in time and count as wrong: look "
+                "at samples.jsonl for long or nested expressions"
             )
         if self.config.records_support and "support/mean" not in row:
             signs["support"] = (

@@ -15,7 +15,7 @@ from ...base.memory import ran_out_of_memory
 from ...integrations.generation import StopStrings, SupportRecorder
 from ...integrations.hf_head import evaluating
 from ..config import TrainingConfig
-from ..run import ranks
+from ..run import ranks, user_code
 from .completions import (
     Completion,
     RolloutError,
@@ -140,7 +140,7 @@ class Sampler:
         """Has the rollout take the weights if they have changed; every process calls it."""
         if self._stale and hasattr(self.rollout, "update_weights"):
             with ranks.raise_on_all_ranks(self.accelerator, RolloutError, others="rollout: "):
-                self.rollout.update_weights()
+                user_code.call("rollout", self.rollout.update_weights, RolloutError)
         self._stale = False
 
     @property
@@ -171,7 +171,10 @@ class Sampler:
             if "problems" in inspect.signature(self.rollout).parameters:
                 more["problems"] = deepcopy(list(problems))
             with self.accelerator.autocast():
-                done = list(self.rollout(prompts, count, sampling, **more))
+                done = user_code.call(
+                    "rollout", lambda: list(self.rollout(prompts, count, sampling, **more)),
+                    RolloutError,
+                )  # fmt: skip
             if len(done) != len(prompts) * count:
                 raise RolloutError(
                     f"rollout: expected {count * len(prompts)} completions in one list, {count} of "

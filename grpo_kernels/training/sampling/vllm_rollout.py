@@ -91,8 +91,8 @@ class VLLMRollout:
         """
         if self.config.truncates and not self.config.replay_support:
             return None
-        low = "bfloat16" in (self.about["dtype"], ranks.gemm_dtype(self.config))
-        return "bfloat16" if low else "float32"
+        used = self.about["dtype"], ranks.gemm_dtype(self.config)
+        return next(dtype for dtype in ("bfloat16", "float16", "float32") if dtype in used)
 
     def update_weights(self) -> None:
         """Sends vLLM the policy's weights; every process calls it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ...explain.steps import ExplainedSteps
 from ..config import TrainingConfig
 from ..run import logs
 from ..run.run import Run
+from ..run.watch import skipped_by_scaler
 from .samples import Samples, Update, loss_options
 
 
@@ -32,13 +33,21 @@ class Explanations:
         """Has the steps up to `step` of the run that is resumed to compare later ones with."""
         for row in logs.read(self.steps.folder / "metrics.jsonl"):
             if row["step"] <= step:
-                self.steps.why(row["step"], row)
+                self.why(row)
+
+    def why(self, row: Mapping[str, Any]) -> str | None:
+        """Returns the reason to explain a step by its row, or None; call it for every step."""
+        if skipped_by_scaler(row):
+            row = {**row, "grad_norm": None}  # which is no spike
+        return self.steps.why(row["step"], row)
 
     def write(
         self, run: Run, why: str, samples: Samples, updates: Sequence[Update],
         next_logps: Tensor | None,
-    ) -> str:  # fmt: skip
-        """Writes the page of a step, with its largest update; returns what to say of it.
+    ) -> None:  # fmt: skip
+        """Writes the page of a step, with its largest update, and prints where it is.
+
+        A spike is a warning; a page that was asked for is none.
 
         Args:
             run: at the step.
@@ -48,10 +57,10 @@ class Explanations:
             next_logps: `[B, T]` log-probs of the samples after the step; None: not known.
         """
         norms = [update.metrics["grad_norm"] for update in updates]
-        number = max(
-            range(len(norms)), key=lambda i: norms[i] if math.isfinite(norms[i]) else math.inf
-        )
+        trained = [i for i, update in enumerate(updates) if update.rows]
+        number = max(trained, key=lambda i: norms[i] if math.isfinite(norms[i]) else math.inf)
         update = updates[number]
+        tell = run.print_main if self.steps.was_asked_for(why) else run.warn
         if len(updates) > 1:
             why = f"{why}; update {number + 1} of {len(updates)}"
         rows = sorted(update.rows)
@@ -75,4 +84,4 @@ class Explanations:
             prompts=[self.tokenizer.decode(ids) for ids in prompts],
             next_logps=of_batch(next_logps), tokenizer=self.tokenizer,
         )  # fmt: skip
-        return self.steps.write(run.step, why, explanation)
+        tell(self.steps.write(run.step, why, explanation))

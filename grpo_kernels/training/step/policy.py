@@ -240,6 +240,25 @@ def without_dropout(policy: Policy) -> Policy:
     return policy
 
 
+def misses_parameters(model: nn.Module, ids: Tensor) -> bool:
+    """True if logits of a text do not depend on some trained parameter.
+
+    An image tower's, say, or those of experts that the text is not routed to. A step of DDP waits
+    for the gradients of all parameters, unless it is to look for these.
+    """
+    ids = ids.to(next(model.parameters()).device)
+    with torch.enable_grad():
+        nodes = [model(input_ids=ids, use_cache=False).logits.grad_fn]
+    seen, reached = set[Any](), set[int]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            reached.add(id(getattr(node, "variable", None)))
+    return any(p.requires_grad and id(p) not in reached for p in model.parameters())
+
+
 def positions(mask: Tensor) -> Tensor:
     """Returns position ids, which padding on the left does not advance."""
     return (mask.cumsum(1) - 1).clamp(min=0)

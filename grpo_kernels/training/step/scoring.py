@@ -22,7 +22,7 @@ from .samples import Samples, Scores
 
 # By the dtype that sampled, the mean gap to its log-probs that is always explained, and the one
 # that never is. Between them, up to so many times the first step's, whose weights are the model's.
-GAPS = {"float32": (1e-4, 0.03), "bfloat16": (0.1, 0.3)}
+GAPS = {"float32": (1e-4, 0.03), "float16": (0.02, 0.1), "bfloat16": (0.1, 0.3)}
 TIMES_THE_FIRST_GAP = 4.0
 
 

@@ -1,0 +1,33 @@
+"""Calls of the user's functions: rewards, `is_correct`, a rollout, `on_step`, an observer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from .interruptions import Preempted
+
+_T = TypeVar("_T")
+
+
+def call(
+    name: str, work: Callable[[], _T], kind: type[Exception],
+    hint: Callable[[BaseException], str] = lambda _: "",
+) -> _T:  # fmt: skip
+    """Returns the work's result; whatever it raises is an error of `kind`, in the name of it.
+
+    `exit()` in generated code, the timeouts of some packages and the outcomes of pytest derive
+    from BaseException alone. A second signal, which raises KeyboardInterrupt, ends the run.
+
+    Args:
+        name: what the error begins with.
+        work: calls the user's function.
+        kind: errors of this kind stay as they are.
+        hint: the end of the message, from the error.
+    """
+    try:
+        return work()
+    except (KeyboardInterrupt, Preempted, kind):
+        raise
+    except BaseException as error:
+        raise kind(f"{name}: {type(error).__name__}: {error}{hint(error)}") from error
