@@ -4,8 +4,8 @@
     python examples/custom_reward.py [--steps 20] [--model NAME] [--help]
 
 Short answers to questions: one function rewards brevity; another, where a problem asks for it in
-its column `rewards`, a full stop at the end. Each has its own metric and its own
-curve, and one adds another metric.
+its column `rewards`, a full stop at the end. Each has its own metric and its own curve;
+one adds another metric.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from demo_model import MODEL, resolved
 
 from grpo_kernels.training import OwnMetrics, Trainer, load_model, parse_config
+from grpo_kernels.training.problems.rewards import Reward
 
 QUESTIONS = {
     "What is the capital of France?": "Paris",
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         }
         for i, (question, answer) in enumerate(QUESTIONS.items())
     ]
-    functions = {"brief": brief, "full_stop": full_stop}
+    functions: dict[str, Reward] = {"brief": brief, "full_stop": full_stop}
     train, held_out = problems[:-HELD_OUT], problems[-HELD_OUT:]
     return Trainer(
         config, *load_model(config), train, held_out, rewards=functions, is_correct=contains

@@ -117,7 +117,7 @@ MATRIX = (
         ("2.5 + 3", "5.5", True), ("10^3", "1e3", True), (r"1.5 \times 10^{-3}", "1.5e-3", True),
         ("x=1 and x=2", "x=1, x=2", True), (r"90^\circ", "90", True), ("5!", "120", True),
         (MATRIX.replace(r"\frac", r"\dfrac").replace(" & ", "&"), MATRIX, True),
-        (MATRIX.replace("-", ""), MATRIX, False), ("+".join("1" * 300), "300", True),
+        (MATRIX.replace("-", ""), MATRIX, False), ("+".join("1" * 90), "90", True),
     ),
 )  # fmt: skip
 def test_expressions_are_math_verify_s(answer, right, same):

@@ -91,11 +91,8 @@ class OwnMetrics:
             return
         if name not in self.metrics:
             self.metrics.register(Metric(name, chart=name))
-        if isinstance(values, float | int):
-            values = [values]
-        if not isinstance(values, Tensor):
-            values = [math.nan if value is None else float(value) for value in values]
-        self.metrics.add(name, values)
+        several = [values] if isinstance(values, float | int) else values
+        self.metrics.add(name, [math.nan if x is None else float(x) for x in several])
 
 
 def resolve_rewards(
@@ -241,7 +238,7 @@ def judge(
         RewardError: a function failed on one rank; on every rank.
     """
     before, correct = timed_out(), list[bool]()
-    more = {"transcripts": transcripts, "completion_ids": completion_ids}
+    more: dict[str, list[Any]] = {"transcripts": transcripts, "completion_ids": completion_ids}
     with ranks.raise_on_all_ranks(accelerator, RewardError):
         table = reward_table(rewards, problems, texts, more=more, metrics=metrics)
         if is_correct is not None:
