@@ -4,8 +4,8 @@
     python examples/custom_reward.py [--steps 20] [--model NAME] [--help]
 
 Short answers to questions: one function rewards brevity; another, where a problem asks for it in
-its column `rewards`, a full stop at the end. Each has its own metric and its own
-curve, and one adds another metric.
+its column `rewards`, a full stop at the end. Each has its own metric and its own curve;
+one adds another metric.
 """
 
 from __future__ import annotations

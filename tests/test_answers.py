@@ -117,7 +117,7 @@ MATRIX = (
         ("2.5 + 3", "5.5", True), ("10^3", "1e3", True), (r"1.5 \times 10^{-3}", "1.5e-3", True),
         ("x=1 and x=2", "x=1, x=2", True), (r"90^\circ", "90", True), ("5!", "120", True),
         (MATRIX.replace(r"\frac", r"\dfrac").replace(" & ", "&"), MATRIX, True),
-        (MATRIX.replace("-", ""), MATRIX, False), ("+".join("1" * 300), "300", True),
+        (MATRIX.replace("-", ""), MATRIX, False), ("+".join("1" * 90), "90", True),
     ),
 )  # fmt: skip
 def test_expressions_are_math_verify_s(answer, right, same):
@@ -239,8 +239,9 @@ def test_a_forked_process_asks_a_worker_of_its_own():
     assert expressions._math_verify().equal("2y", "y+y")
 
 
-def test_without_math_verify_numbers_are_compared(monkeypatch, worker):
-    monkeypatch.setattr(expressions, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"no numbers need math-verify: pip install"):
+def test_without_math_verify_numbers_are_compared(monkeypatch, tmp_path, worker):
+    (script := tmp_path / "worker.py").write_text("import no_such_module")
+    monkeypatch.setattr(expressions, "__file__", str(script))
+    with pytest.raises(ImportError, match=r"expressions need math-verify: pip install"):
         worker.equal("x+1", "1+x")
     assert answers.same_answer("12.0", "12")

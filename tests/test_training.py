@@ -288,9 +288,21 @@ def test_answers_that_cannot_be_compared_are_refused(rewards, parts, options, me
 def test_problems_may_have_no_answer_or_any(make):
     """Checked only where the library itself compares answers."""
     some = [*ODD[:1], {"prompt": "b", "answer": None}, *({"prompt": x} for x in "cde")]
-    for name, parts, options in (("none", (some, ()), {}), ("any", (ODD * 2, ODD), OWN)):
+    others = [{**problem, "prompt": f"{problem['prompt']}!"} for problem in ODD]
+    for name, parts, options in (("none", (some, ()), {}), ("any", (ODD * 2, others), OWN)):
         (row,) = rows_of(make(name=name, steps=1, problems=parts, **options).train())
         assert ("accuracy" in row) == (parts[1] != ())
+
+
+def test_held_out_problems_are_never_trained_on(make, capsys):
+    some = [{"prompt": x, "answer": "1"} for x in "abcd"]
+    trainer = make(problems=(some, some[1:3]), prompts_per_step=2)
+    assert [[p["prompt"] for p in part] for part in (trainer.train_problems, trainer.held_out)] == [
+        ["a", "d"], ["b", "c"]
+    ]  # fmt: skip
+    assert "2 of 4 problems to train on are left out" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"^train: expected a problem whose prompt is not held"):
+        make(problems=(some, some))
 
 
 @pytest.mark.parametrize("pad_token", (None, "[PAD]"))
@@ -332,7 +344,7 @@ def test_prompts_are_tokenized_once():
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
     template = tokenizer.apply_chat_template
     tokenizer.apply_chat_template = lambda *a, **k: calls.append(1) or template(*a, **k)
-    encode = prompts.PromptEncoder(tokenizer, chat=True)
+    encode = prompts.PromptEncoder(tokenizer, chat=True, vocabulary=len(tokenizer))
     messages = [{"role": "system", "content": "a"}]
     for prompt, text in (("hi", "<user>hi:"), (messages, "<system>a:"),
                          (repr(messages), f"<user>{messages}:")) * 2:  # fmt: skip

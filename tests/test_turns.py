@@ -48,7 +48,7 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, written, paid, tiny_mo
         tiny_model, tmp_path, rewards=["answer", "format", "noted"], steps=1,
         max_completion_length=40, skip_untrained=False,
     )  # fmt: skip
-    problems = [{"prompt": f"{i}", "answer": "6"} for i in range(4)]
+    problems = [{"prompt": f"{i}", "answer": "6"} for i in range(8)]
     model, tokenizer = load_model(config)
 
     def rollout(prompts, count, sampling):
@@ -58,7 +58,7 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, written, paid, tiny_mo
 
     folder = trainer_of(
         config, model, tokenizer, rewards={"noted": noted}, rollout=lambda _: rollout,
-        problems=(problems, problems),
+        problems=(problems[:4], problems[4:]),
     ).train()  # fmt: skip
     assert seen == {(written, whole, len(written))}
     (row,) = rows_of(folder)

@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from functools import cache, lru_cache
-from importlib.util import find_spec
 
 # Limits of a comparison. The time is the processor's: a busy machine changes no reward. Windows has
 # no clock for that, and limits the time that passes; nor does it limit memory, as macOS does not.
@@ -64,17 +64,16 @@ class MathVerify:
         return None
 
     def _start(self) -> subprocess.Popen[str]:
-        if find_spec("math_verify") is None:
-            raise ImportError(
-                "answers that are no numbers need math-verify: pip install math-verify"
-            )
         process = subprocess.Popen(
             [sys.executable, __file__, str(self.seconds)], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             start_new_session=True,  # Ctrl-C is for the trainer
         )  # fmt: skip
         if not _exchange(process):
-            raise ImportError(f"math-verify: `{sys.executable} {__file__}` could not import it")
+            raise ImportError(
+                "answers that are expressions need math-verify: pip install 'grpo_kernels[train]' "
+                f"({sys.executable} could not import it)"
+            )
         return process
 
     def close(self) -> None:
@@ -116,21 +115,6 @@ if hasattr(os, "register_at_fork"):  # a forked process starts a worker of its o
     os.register_at_fork(after_in_child=_math_verify.cache_clear)
 
 
-def _limit_memory() -> None:
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-    except (ImportError, OSError, ValueError):  # Windows; macOS, which maps more than that
-        pass
-
-
-def _set_timer(seconds: float) -> None:
-    """Ends the process after so much of the processor's time; 0: never."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
 def _serve(seconds: float) -> None:
     """Compares the pairs of expressions on standard input, one per line."""
     del sys.path[0]  # this folder, whose modules are none of math-verify's
@@ -141,17 +125,22 @@ def _serve(seconds: float) -> None:
         return bool(math_verify.verify(*sides, timeout_seconds=None))
 
     replies, sys.stdout = sys.stdout, sys.stderr
-    _limit_memory()
-    if hasattr(signal, "setitimer"):
-        # The signal ends the process, whatever its parent does with it.
+    with suppress(ImportError, OSError, ValueError):  # Windows; macOS, which maps more than that
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    same("x+1", "1+x")  # the first time loads a parser
+    has_timer = hasattr(signal, "setitimer")
+    if has_timer:  # its signal ends the process, whatever its parent does with it
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-    same("x+1", "1+x")  # the first time loads a parser
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
-        _set_timer(seconds)
+        if has_timer:
+            signal.setitimer(signal.ITIMER_PROF, seconds)
         is_same = same(*json.loads(line))
-        _set_timer(0)
+        if has_timer:
+            signal.setitimer(signal.ITIMER_PROF, 0)
         print(is_same, file=replies, flush=True)
 
 

@@ -91,12 +91,8 @@ class OwnMetrics:
             return
         if name not in self.metrics:
             self.metrics.register(Metric(name, chart=name))
-        if isinstance(values, float | int):
-            values = [values]
-        if isinstance(values, Tensor):
-            self.metrics.add(name, values)
-        else:
-            self.metrics.add(name, [math.nan if x is None else float(x) for x in values])
+        several = [values] if isinstance(values, float | int) else values
+        self.metrics.add(name, [math.nan if x is None else float(x) for x in several])
 
 
 def resolve_rewards(
@@ -243,9 +239,7 @@ def judge(
         RewardError: a function failed on one rank; on every rank.
     """
     before, correct = timed_out(), list[bool]()
-    more: dict[str, Sequence[Any]] = {
-        "transcripts": transcripts, "completion_ids": completion_ids
-    }  # fmt: skip
+    more: dict[str, list[Any]] = {"transcripts": transcripts, "completion_ids": completion_ids}
     with ranks.raise_on_all_ranks(accelerator, RewardError):
         table = reward_table(rewards, problems, texts, more=more, metrics=metrics)
         if is_correct is not None:
