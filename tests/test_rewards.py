@@ -14,6 +14,7 @@ from examples import gsm8k_from_scratch, problems
 from grpo_kernels.training import Completion, Metric, Trainer, parse_config
 from grpo_kernels.training.problems import rewards
 from grpo_kernels.training.problems.rewards import RewardFunction, check_rewards, reward_table
+from grpo_kernels.training.run.interruptions import StepError
 from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import FakeRollout, config_of, rows_of
 
@@ -338,5 +339,5 @@ def test_what_no_function_scores_is_in_no_figure(make):
     row, _ = trainer.train_step(trainer.train_problems)
     assert row["groups_equal"] == 0.5 and row["reward_std"] == pytest.approx(math.sqrt(1 / 3))
     scores[:] = [None] * 8
-    with pytest.raises(rewards.RewardError, match="no completion of this step has a reward"):
+    with pytest.raises(StepError, match="no completion of this step has a reward"):
         trainer.train_step(trainer.train_problems)

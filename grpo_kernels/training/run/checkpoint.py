@@ -93,9 +93,11 @@ def save(
                 file.flush()
                 os.fsync(file.fileno())
             scratch.replace(path)
-        except (OSError, RuntimeError) as failed:  # a full disk is the one to Python, or to torch
+        except (OSError, RuntimeError) as failed:
             scratch.unlink(missing_ok=True)
-            error = f"{type(failed).__name__}: {failed}"
+            # torch may fail at closing a file that the disk had no room for.
+            cause = failed.__context__ if isinstance(failed.__context__, OSError) else failed
+            error = f"{type(cause).__name__}: {cause}"
     return ranks.reduce(accelerator, error, itemgetter(0))
 
 
