@@ -486,7 +486,7 @@ def test_of_several_processes_the_first_one_speaks(monkeypatch, capsys):
     """The launcher ends the others when it has ended; one that fails alone speaks later."""
     waited = []
     monkeypatch.setattr(command_line.time, "sleep", waited.append)
-    for rank, seconds in (("0", []), ("1", [3])):
+    for rank, seconds in (("0", []), ("1", [20.0])):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit), command_line.user_errors([]):
             raise ValueError("x: expected y")

@@ -36,6 +36,8 @@ _GROUPS = {
     "epochs_per_rollout": "Updates", "output": "Logs and checkpoints",
 }  # fmt: skip
 TRACEBACK = "Show where in Python an error was raised."
+# Seconds in which a launcher has ended the other processes of a command.
+_ENDED_S = 20.0
 _CLIPPING = ("epsilon", "epsilon_high", "delta")  # most losses have these
 _COMMAND, _SOME_LOSSES = "This command", "Options of some loss types only"
 
@@ -84,8 +86,8 @@ def user_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
         yield
     except (ValueError, OSError, ImportError) as error:
         if not ranks.is_first_process():
-            # The launcher ends the others when the first one has: each would print the same.
-            time.sleep(3)
+            # The launcher ends the others once the first has ended: each would print the same.
+            time.sleep(_ENDED_S)
         if "--traceback" in (sys.argv[1:] if argv is None else argv):
             traceback.print_exc()
         else:
