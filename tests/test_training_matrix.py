@@ -80,7 +80,11 @@ TRAINS = {
     "minibatches": [{"minibatches": 2}],
     "learning_rate": [{"learning_rate": 1e-3}],
     "weight_decay": [{"weight_decay": 5.0}],
-    "schedule": [{"schedule": "linear"}, {"schedule": "cosine", "epochs_per_rollout": 3}],
+    "schedule": [
+        {"schedule": "linear"},
+        {"schedule": "cosine", "epochs_per_rollout": 3},
+        {"schedule": "linear", "warmup_steps": 1, "epochs_per_rollout": 4},
+    ],
     "warmup_steps": [{"warmup_steps": 1}],
     "max_grad_norm": [{"max_grad_norm": 0.5}],
     "beta": [{"beta": 1.0}],
