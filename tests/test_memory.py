@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from grpo_kernels.training import TrainingConfig, memory, parse_config
+from grpo_kernels.training.cards import CARDS, Card
+from grpo_kernels.training.config import DTYPES
 from grpo_kernels.training.step.policy import Batch, Policy
 from tests.helpers.ranks import ROOT
-from tests.helpers.tiny_models import make_model
+from tests.helpers.tiny_models import COMMON, make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -19,12 +21,29 @@ def config_of(**options):
     return TrainingConfig(**{"model": "m", **options})
 
 
-def test_kept_activations_are_what_a_forward_keeps():
+EXPERTS = {
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (Qwen3MoeConfig, {
+        "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 16,
+    }),
+}  # fmt: skip
+
+
+def experts_of(name):
+    kind, sizes = EXPERTS[name]
+    return kind(**{**COMMON, **sizes, "num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize("family", ("llama", *EXPERTS))
+def test_kept_activations_are_what_a_forward_keeps(family):
     """Counted on tensors without memory as on real ones."""
     config = config_of(
         max_prompt_length=24, max_completion_length=16, micro_batch_size=8, num_generations=4
     )
-    model, storages = make_model("llama").train(), {}
+    model = make_model(family) if family == "llama" else AutoModelForCausalLM.from_config(
+        experts_of(family)
+    )  # fmt: skip
+    model, storages = model.train(), {}
     predicted = memory.predict(config, model.config, gpu=False)
     assert predicted.weights == sum(4 * p.numel() for p in model.parameters())
     assert predicted.optimizer == 2 * predicted.gradients == 2 * predicted.weights
@@ -41,6 +60,32 @@ def test_kept_activations_are_what_a_forward_keeps():
     assert hidden.requires_grad
     real = sum(x.untyped_storage().nbytes() for at, x in storages.items() if at not in own)
     assert predicted.activations == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(
+    ("dtype", "lora_rank", "gpu"),
+    (*((dtype, 0, True) for dtype in DTYPES), ("mixed", 2, True), ("mixed", 0, False)),
+)
+def test_models_with_experts_are_predicted(dtype, lora_rank, gpu, family):
+    """At every dtype the FLOPs are those of the experts that a token is sent to."""
+    shape = experts_of(family)
+    options = dict(
+        max_prompt_length=16, max_completion_length=8, num_generations=4, prompts_per_step=1
+    )
+    if lora_rank:
+        options |= {"lora_rank": lora_rank, "lora_target": r".*q_proj"}
+    predicted = memory.predict(config_of(dtype=dtype, **options), shape, gpu=gpu)
+    H, heads, size = shape.hidden_size, shape.num_attention_heads, 16
+    unit = getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size
+    layer = H * size * (2 * heads + 2) + H * 4 + 2 * 3 * H * unit
+    if lora_rank:
+        layer += lora_rank * (H + heads * size)
+    forward = 2 * shape.num_hidden_layers * layer * (16 + 4 * 7)
+    sampling = predicted.work.sampling - 2 * 4 * 8 * H * shape.vocab_size
+    assert sampling == forward
+    updates = predicted.work.updates["layers"]
+    assert updates == 3 * forward if not lora_rank else 2 * forward < 1.2 * updates < 3 * forward
 
 
 def test_the_prediction_follows_the_options():
@@ -76,8 +121,9 @@ def test_the_flops_of_a_step_are_those_of_its_gemms():
 
     def predicted(processes=1, **more):
         config = config_of(**{**options, **more})
-        flops = memory.predict(config, model.config, processes=processes).flops
-        return {name: count for name, count in flops.items() if count}
+        work = memory.predict(config, model.config, processes=processes).work
+        updates = {name: count for name, count in work.updates.items() if count}
+        return {**updates, "sampling": work.sampling}
 
     # Prompts once per group, without the last token of a completion, which predicts nothing.
     forward, logits = 2 * weights * 3 * (17 + 4 * 7), 2 * 12 * 8 * V * H
@@ -92,13 +138,58 @@ def test_the_flops_of_a_step_are_those_of_its_gemms():
     assert predicted(micro_batch_size=8)["layers"] == 2 * 3 * forward * 2 / 3
     assert predicted(lora_rank=2, beta=0.1)["scores of the reference"] > 0  # without adapters
     assert predicted(off_policy_threshold=1.0)["head"] == 4 * logits  # two passes
+    assert predicted(lora_rank=2)["head"] == 2 * logits
     recomputed, stored = (
         predicted(gradient_checkpointing=x, share_prompts=False)["layers"] for x in (True, False)
     )
     assert 3 * recomputed == 4 * stored
 
 
-VLLM = ("--rollout", "vllm", "--gpu-gib", "1")
+CARD = Card(24, 100.0, 10.0, 1000.0)
+
+
+def test_sampling_waits_for_memory_for_gemms_and_for_the_host():
+    """By hand, on a card of round numbers."""
+    shape = make_model("llama").config
+    weights = sum(p.numel() for p in make_model("llama").parameters())
+    V, layers, per_token = shape.vocab_size, shape.num_hidden_layers, 2 * 2 * 16
+    T, rows = 8, 4
+
+    def sampled(**options):
+        sizes = dict(
+            max_prompt_length=16, max_completion_length=T, num_generations=rows, prompts_per_step=1
+        )
+        return memory.predict(config_of(**sizes, **options), shape).work
+
+    def reads(weight, width=2):
+        return T * (weight + rows * 20 * per_token * width + 32 * rows * V)
+
+    assert sampled().reads == sampled(dtype="bf16").reads == reads(2 * weights)
+    assert sampled(dtype="fp32").reads == reads(4 * weights, 4)
+    # A frozen weight is read in float32, written and read in bf16, for each token.
+    adapters = sum(2 * (n + m) for n, m in linear_shapes(make_model("llama")))
+    assert sampled(lora_rank=2).reads == reads(8 * weights + 2 * adapters)
+    assert sampled(lora_rank=2, dtype="bf16").reads == reads(2 * (weights + adapters))
+    assert sampled(lora_rank=2, rollout="vllm").reads == reads(2 * (weights + adapters))
+    assert sampled(rollout="vllm").host_seconds == 0
+    assert sampled().host_seconds == pytest.approx(T * layers * 7e-4)
+
+    bound = replace(sampled(), host_seconds=3.0, reads=6 * 10**12)
+    assert bound.seconds(CARD)["sampling"] == pytest.approx(3 + 10)
+    bound = replace(bound, sampling=12 * 10**14, updates={"layers": 6 * 10**13})
+    assert bound.seconds(CARD) == pytest.approx({"layers": 1.0, "sampling": 3 + 20})
+    slow = replace(bound, half=False).seconds(CARD)
+    assert slow == pytest.approx({"layers": 10.0, "sampling": 3 + 200})
+    assert "30 steps take at least 12 min, 11.5 of them for sampling" in bound.table(30, CARD)
+
+
+def linear_shapes(model):
+    """Shapes of the products that LoRA adapts: all of the layers."""
+    named = model.model.named_modules()
+    return [x.weight.shape for _, x in named if isinstance(x, torch.nn.Linear)]
+
+
+VLLM = ("--rollout", "vllm", "--gpu", "3090")
 
 
 def status_of(*argv):
@@ -112,14 +203,14 @@ def status_of(*argv):
 @pytest.mark.parametrize(
     ("flags", "status", "told"),
     (
-        (("--dtype", "bf16", "--lora-rank", "4", "--gpu-gib", "24"), 0, ["fits into 24 GiB"]),
-        (("--gpu-gib", "0.001"), 1, ["does not fit"]),
+        (("--dtype", "bf16", "--lora-rank", "4", "--gpu", "4090"), 0, ["fits into 24 GiB"]),
+        (("--gpu", "t4", "--prompts_per_step", "100000"), 1, ["does not fit into 15", "Smaller: "]),
         (VLLM, 0, ["kv cache                         0.00 GiB", "of which 38% are left"]),
         ((*VLLM, "--vllm_gpu_memory_utilization", "1.0"), 1, ["Smaller: "]),
-        ((*VLLM, "--cpu"), 2, ["gpu_gib: expected none with cpu; got 1.0"]),
-        (("--gpu-tflops", "2"), 0, ["Predicted, not measured: 100 steps", "(time not predicted)"]),
-        (("--gpu-tflops", "0"), 2, ["gpu_tflops: expected more than 0; got 0.0"]),
-        (("--gpu-tflops", "2", "--cpu"), 2, ["gpu_tflops: expected none with cpu; got 2.0"]),
+        ((*VLLM, "--cpu"), 2, ["gpu: expected none with cpu; got '3090'"]),
+        (("--gpu", "a100"), 0, ["Predicted, never measured: 100 steps take at least", "sampling"]),
+        ((), 0, ["TFLOP"]),
+        (("--gpu", "5"), 2, ["t4", "h200"]),
         (("--processes", "2.5"), 2, ["processes"]),
         (("--processes", "0"), 2, ["processes"]),
     ),
@@ -177,7 +268,8 @@ def test_a_recipe_fits_its_card(name, capsys, tmp_path):
     if flags[0] == "--cpu":
         flags = flags[:1]  # without the folder of its model
     else:
-        assert f"{flags[1]}gb" in name and "--gpu-tflops" in flags
+        gib = CARDS[flags[1]].gib
+        assert flags[0] == "--gpu" and any(f"{n}gb" in name for n in (int(gib), int(gib) + 1))
     shape_of(config.model).save_pretrained(tmp_path)
     with torch.device("meta"):
         assert torch.empty(0).is_meta  # or the model takes real memory

@@ -119,14 +119,6 @@ def other(tmp_path_factory):
     return str(folder), model
 
 
-@pytest.mark.parametrize("lora_rank", (0, 2))
-def test_another_model_is_the_reference(lora_rank, other, make):
-    trainer = make(beta=0.1, ref_model=other[0], lora_rank=lora_rank)
-    for name, p in trainer.reference.copy.model.named_parameters():
-        assert torch.equal(p, other[1].get_parameter(name)) and not p.requires_grad
-    assert rows_of(trainer.train())[0]["kl"] > 0.01
-
-
 def test_a_reference_of_other_tokens_is_refused(other, make, tmp_path):
     """Vocabularies of one size may have other words; added tokens may be renamed."""
     saved = make_tokenizer().backend_tokenizer.to_str()

@@ -172,23 +172,6 @@ def test_what_fits_is_not_refused(monkeypatch):
     check_host(config_of(rollout="vllm", vllm_enable_sleep_mode=True), on_cpu=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "rates"),
-    (
-        ({}, [1.0, 1.0, 1.0, 1.0]),
-        ({"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0]),
-        ({"schedule": "linear"}, [1.0, 0.75, 0.5, 0.25]),
-        ({"schedule": "linear", "warmup_steps": 2}, [1 / 3, 2 / 3, 1.0, 0.5]),
-        ({"schedule": "cosine"}, [1.0, 0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5]),
-    ),
-    ids=str,
-)
-def test_a_schedule_is_that_of_updates(options, rates):
-    config = config_of(steps=2, minibatches=2, learning_rate=1e-3, **options)
-    assert config.updates_per_step == 2
-    assert [1e3 * config.learning_rate_at(i) for i in range(4)] == pytest.approx(rates)
-
-
 # Flags and files
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..base.checks import version_numbers
 
@@ -37,9 +39,25 @@ def hooks_of(layer: nn.Module) -> list[Any]:
     return [hook for kind in kinds for hook in _private(layer, kind).values()]
 
 
-def without_memory() -> AbstractContextManager[Any]:
+@contextmanager
+def without_memory() -> Iterator[None]:
     """A block in which tensors have no memory and behave like CPU tensors."""
-    return _private(torch, "_subclasses.fake_tensor.FakeTensorMode")()
+    with _private(torch, "_subclasses.fake_tensor.FakeTensorMode")(), _GroupedProducts():
+        yield
+
+
+class _GroupedProducts(TorchFunctionMode):
+    """Experts' products by one product with the same shape, memory and FLOPs.
+
+    Without memory torch has them in bf16 alone, and it counts none of their FLOPs.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "grouped_mm" not in str(func):
+            return func(*args, **(kwargs or {}))
+        states, weights = args[:2]  # [N, H], sorted by expert, and [experts, H, M]
+        with torch.autocast("cpu", enabled=False):  # as there
+            return states @ weights[0]
 
 
 def keeps_a_state(model: Any) -> bool:

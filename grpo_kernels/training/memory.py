@@ -1,6 +1,6 @@
 r"""Will it fit, and how long will it take? Predicts both from the model's config alone.
 
-    python -m grpo_kernels.training.memory run.yaml --gpu-gib 24 --gpu-tflops 80
+    python -m grpo_kernels.training.memory run.yaml --gpu 4090
     python -m grpo_kernels.training.memory --model Qwen/Qwen2.5-1.5B --num-generations 8 \
         --max-completion-length 1024 --dtype bf16 [--lora-rank 16] [--processes 8 | --cpu]
 
@@ -8,20 +8,23 @@ The command takes the options of a run. Of the model it needs the config alone, 
 folder with a config.json. The model is built without memory; its forward and backward on a
 micro-batch are counted, the bytes that are kept and the floating-point operations of GEMMs.
 
-    seconds = (micro-batches * epochs_per_rollout * FLOPs(layers, forward and backward)
-               + 2 * tokens * V * H * GEMMs of the head + forwards that score) / FLOP/s of the GPU
+    updates  = (micro-batches * epochs_per_rollout * FLOPs(layers, forward and backward)
+                + 2 * tokens * V * H * GEMMs of the head + forwards that score) / (FLOP/s)
+    sampling = max(FLOPs(forward) / (FLOP/s), bytes read / (bytes/s))
+               + tokens of a completion * layers * time of the host, for `generate`
 
-Every prompt and completion counts as long as it may be. Attention scores, elementwise work, the
-optimizer and communication are left out, and so is the time of sampling.
+For each token of a completion the GPU reads weights, keys, values and logits. Every prompt and
+completion counts as long as it may be. Attention scores, elementwise work, the optimizer,
+communication, rewards and evaluations are left out.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,6 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..head.budget import default_chunk_bytes
 from ..integrations.hf_head import head_of
 from ..integrations.private import without_memory
+from .cards import CARDS, HOST_SECONDS, Card, Work
 from .checks import check_model_name
 from .command_line import parse_config, user_errors
 from .config import DTYPES, TrainingConfig
@@ -42,7 +46,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes in one process, and FLOPs of a step there."""
+    """Bytes in one process, and the work of a step there."""
 
     weights: int
     gradients: int
@@ -55,7 +59,7 @@ class Prediction:
     accumulates: bool  # whether gradients are held during a forward
     kv_cache: int  # keys and values while sampling
     sampling_logits: int  # and copies of them
-    flops: Mapping[str, int]  # of GEMMs, by what is computed; the last one is the sampling
+    work: Work
 
     @property
     def peak(self) -> int:
@@ -72,32 +76,25 @@ class Prediction:
         return "\n".join(
             f"{name.replace('_', ' '):28}{value / GIB:9.2f} GiB"
             for name, value in {**vars(self), "peak": self.peak}.items()
-            if name not in ("accumulates", "flops")
+            if name not in ("accumulates", "work")
         )
 
-    def work(self, steps: int, tflops: float | None = None) -> str:
-        """The FLOPs of a step, one figure per line, and its time where `tflops` is known."""
-        *names, sampling = self.flops
-        counts = {name: self.flops[name] / 1e12 for name in names if self.flops[name]}
-        counts["step without sampling"] = total = sum(counts.values())
-        lines = [
-            f"{name:28}{count:9.2f} TFLOP" + (f"{count / tflops:9.2f} s" if tflops else "")
-            for name, count in counts.items()
-        ]
-        lines.append(f"{sampling:28}{self.flops[sampling] / 1e12:9.2f} TFLOP  (time not predicted)")
-        if tflops:
-            minutes = steps * total / tflops / 60
-            lines.append(
-                f"\nPredicted, not measured: {steps:,} steps take {minutes:.3g} min and the time "
-                f"of sampling,\nif GEMMs run at {tflops:g} TFLOP/s and every prompt and completion "
-                "is as long as it may be.\nSampling waits for memory rather than GEMMs: time it in "
-                "a short run (seconds/generate)."
-            )
-        return "\n".join(lines)
+
+class _Step:
+    """Sizes of a step in one process."""
+
+    def __init__(self, config: TrainingConfig, gpu: bool, processes: int) -> None:
+        self.sampled = -(-config.prompts_per_step // processes) * config.num_generations
+        update = self.sampled // config.minibatches
+        self.rows = min(config.micro_batch_size, update)
+        self.parts = config.minibatches * -(-update // self.rows)  # micro-batches of a pass
+        self.accumulates = update > self.rows
+        # Bytes per number in a GEMM.
+        self.width = 2 if config.dtype == "bf16" or _autocasts(config, gpu) else 4
 
 
 def predict(
-    config: TrainingConfig, model_config: Any, *, gpu: bool = True, gpu_bytes: int | None = None,
+    config: TrainingConfig, model_config: Any, *, gpu: bool = True, card: Card | None = None,
     processes: int = 1,
 ) -> Prediction:  # fmt: skip
     """Predicts one process of a run, with prompts and completions as long as they may be.
@@ -106,7 +103,7 @@ def predict(
         config: the run's options.
         model_config: transformers' config of the model.
         gpu: whether it runs on one.
-        gpu_bytes: the memory of each GPU, if it is known.
+        card: the GPU of each process, if it is known.
         processes: how many share the prompts of a step.
     """
     with torch.device("meta"):
@@ -114,50 +111,21 @@ def predict(
     weights = sum(map(_bytes, model.parameters()))
     gradients = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
     has_reference = bool(config.beta) and (config.ref_model or not config.lora_rank)
-    policy = Policy(model, share_prompts=config.share_prompts)
-    sampled = -(-config.prompts_per_step // processes) * config.num_generations
-    rows = min(config.micro_batch_size, sampled // config.minibatches)
-    activations, forward, backward = _counted(policy, config, rows, gpu)
-    text = model_config.get_text_config()
-    head = head_of(model)
+    policy, step = Policy(model, share_prompts=config.share_prompts), _Step(config, gpu, processes)
+    activations, forward, backward = _counted(policy, config, step.rows, gpu)
+    text, head = model_config.get_text_config(), head_of(model)
     V, H = head.weight.shape
-    T = config.max_completion_length
-    N = rows * T
-    width = 2 if config.dtype == "bf16" or _autocasts(config, gpu) else 4
     layers = text.num_hidden_layers
-    prompts = -(-rows // config.num_generations) if policy.shares_prompts else rows
-    tokens = prompts * config.max_prompt_length + N
+    prompts = -(-step.rows // config.num_generations) if policy.shares_prompts else step.rows
+    tokens = prompts * config.max_prompt_length + step.rows * config.max_completion_length
     if config.gradient_checkpointing:
         # The input of each layer, and the activations of one layer, recomputed.
-        activations = layers * tokens * H * width + activations // layers
-    d_weight = 4 * V * H if head.weight.requires_grad else 0
-    # In two passes over a frozen head: the gradient of each log-prob by its state, and the result.
-    by_states = 1 if head.weight.requires_grad or config.one_pass else 2
-    # Logits, and on a GPU their gradient in half precision.
-    most = (6 if gpu and width == 2 else 4) * N * V
-    chunk = min(most, default_chunk_bytes(V, "cuda" if gpu else "cpu", gpu_bytes))
-    accumulates = sampled // config.minibatches > rows
+        activations = layers * tokens * H * step.width + activations // layers
+        backward += forward
     generates = config.rollout == "generate"  # or vLLM does, in its share of the card
     longest = config.max_prompt_length + config.longest_completion
-    cache = kv_cache_bytes(text, sampled * longest, width)
-    parts = config.minibatches * -(
-        -sampled // config.minibatches // rows
-    )  # micro-batches of a pass
-    logits = 2 * sampled * T * V * H
+    logits = 2 * step.sampled * config.max_completion_length * V * H
     gemms = (3 if config.one_pass else 4) if head.weight.requires_grad else 2
-    if config.gradient_checkpointing:
-        backward += forward
-    scored = (config.minibatches > 1) + (
-        config.top_entropy_quantile < 1 and config.entropy_threshold is None
-    )
-    compared = bool(config.beta) * (config.epochs_per_rollout if config.exact_kl else 1)
-    flops = {
-        "layers": config.epochs_per_rollout * parts * (forward + backward),
-        "head": config.epochs_per_rollout * gemms * logits,
-        "scores of the policy": scored * (parts * forward + logits),
-        "scores of the reference": compared * (parts * forward + logits),
-        "sampling": parts * forward + logits,
-    }
     return Prediction(
         weights=weights,
         gradients=gradients,
@@ -166,13 +134,74 @@ def predict(
         reference=(weights if config.ref_model else gradients) if has_reference else 0,
         activations=activations,
         # In a layer's widest part: the gate and what it gates, for all tokens.
-        activation_gradients=3 * tokens * getattr(text, "intermediate_size", 4 * H) * width,
-        head=chunk + d_weight + by_states * N * H * width,
-        accumulates=accumulates,
-        kv_cache=generates * cache,
-        sampling_logits=generates * 4 * 4 * sampled * V,
-        flops=flops,
+        activation_gradients=3 * tokens * _widest(text) * step.width,
+        head=_head_bytes(config, step, head.weight, gpu, card),
+        accumulates=step.accumulates,
+        kv_cache=generates * kv_cache_bytes(text, step.sampled * longest, step.width),
+        sampling_logits=generates * 4 * 4 * step.sampled * V,
+        work=Work(
+            updates=_flops(config, step, forward, backward, logits, gemms),
+            sampling=step.parts * forward + logits,
+            reads=_reads(config, step, model, text, V),
+            host_seconds=generates * config.max_completion_length * layers * HOST_SECONDS,
+            half=step.width == 2,
+        ),
     )
+
+
+def _head_bytes(
+    config: TrainingConfig, step: _Step, weight: torch.Tensor, gpu: bool, card: Card | None
+) -> int:
+    """Returns the bytes that the head takes in a micro-batch."""
+    (V, H), N = weight.shape, step.rows * config.max_completion_length
+    # In two passes over a frozen head: the gradient of each log-prob by its state, and the result.
+    by_states = 1 if weight.requires_grad or config.one_pass else 2
+    # Logits, and on a GPU their gradient in half precision.
+    most = (6 if gpu and step.width == 2 else 4) * N * V
+    memory = None if card is None else int(card.gib * GIB)
+    chunk = min(most, default_chunk_bytes(V, "cuda" if gpu else "cpu", memory))
+    d_weight = 4 * V * H if weight.requires_grad else 0
+    return chunk + d_weight + by_states * N * H * step.width
+
+
+def _flops(
+    config: TrainingConfig, step: _Step, forward: int, backward: int, logits: int, gemms: int
+) -> dict[str, int]:
+    """Returns the FLOPs of updates, from those of a micro-batch's layers and of all logits."""
+    scored = (config.minibatches > 1) + (
+        config.top_entropy_quantile < 1 and config.entropy_threshold is None
+    )
+    compared = bool(config.beta) * (config.epochs_per_rollout if config.exact_kl else 1)
+    return {
+        "layers": config.epochs_per_rollout * step.parts * (forward + backward),
+        "head": config.epochs_per_rollout * gemms * logits,
+        "scores of the policy": scored * (step.parts * forward + logits),
+        "scores of the reference": compared * (step.parts * forward + logits),
+    }
+
+
+def _reads(config: TrainingConfig, step: _Step, model: nn.Module, text: Any, V: int) -> int:
+    """Returns the bytes that are read, and written as copies, while a step is sampled."""
+    T, cast = config.max_completion_length, 0
+    if config.rollout == "generate":
+        # Autocast keeps its copy of a weight that is trained, and makes that of a frozen one anew.
+        cast = sum(
+            _bytes(p) + step.width * p.numel()
+            for p in model.parameters()
+            if p.element_size() > step.width and not p.requires_grad
+        )
+    weights = step.width * sum(p.numel() for p in model.parameters()) + cast
+    length = config.max_prompt_length + T // 2  # on average
+    # Four passes over float32 logits, as many as there are copies.
+    logits = 2 * 4 * 4 * step.sampled * V
+    return T * (weights + kv_cache_bytes(text, step.sampled * length, step.width) + logits)
+
+
+def _widest(text: Any) -> int:
+    """Returns how many units a token has in the widest part of a layer."""
+    dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    return max(dense, chosen * (getattr(text, "moe_intermediate_size", None) or dense))
 
 
 def _model(config: TrainingConfig, model_config: Any) -> nn.Module:
@@ -236,10 +265,9 @@ def _bytes(x: torch.Tensor) -> int:
 class Forecast(TrainingConfig):
     """The options of a run, and its hardware."""
 
-    gpu_gib: float | None = None
-    """Memory of the GPU in GiB, to say whether the run fits (exit status 1 if not)."""
-    gpu_tflops: float | None = None
-    """TFLOP/s that a GPU sustains in GEMMs (less than its data sheet says), to predict times."""
+    gpu: Literal["t4", "3090", "4090", "a100", "h100", "h200"] | None = None
+    """GPU of each process, to say whether the run fits (exit status 1 if not) and how long it
+    takes: t4, 3090, 4090, a100 (80 GB), h100 or h200; None: any."""
     cpu: bool = False
     """Predict a run on a CPU."""
     processes: int = 1
@@ -248,32 +276,28 @@ class Forecast(TrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("processes", self.processes >= 1, "at least 1")
-        self.require("gpu_tflops", self.gpu_tflops is None or self.gpu_tflops > 0, "more than 0")
-        for name in ("gpu_gib", "gpu_tflops"):
-            if self.cpu and getattr(self, name) is not None:
-                raise ValueError(f"{name}: expected none with cpu; got {getattr(self, name)}")
+        self.require("gpu", not (self.cpu and self.gpu), "none with cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     from transformers import AutoConfig
 
     config = parse_config(argv, kind=Forecast)
-    gpu_bytes = None if config.gpu_gib is None else int(config.gpu_gib * GIB)
+    card = None if config.gpu is None else CARDS[config.gpu]
     with user_errors(argv):
         check_model_name("model", config.model)
         with explain_missing_model(config.model):
             model_config = AutoConfig.from_pretrained(config.model)
         prediction = predict(
-            config, model_config, gpu=not config.cpu, gpu_bytes=gpu_bytes,
-            processes=config.processes,
-        )  # fmt: skip
-    print(prediction.table(), prediction.work(config.steps, config.gpu_tflops), sep="\n\n")
-    if gpu_bytes is None:
+            config, model_config, gpu=not config.cpu, card=card, processes=config.processes
+        )
+    print(prediction.table(), prediction.work.table(config.steps, card), sep="\n\n")
+    if card is None:
         return
     share = 0.08 + (config.rollout == "vllm") * config.vllm_gpu_memory_utilization
-    fits = prediction.peak <= int((1 - share) * gpu_bytes)
+    fits = prediction.peak <= int((1 - share) * card.gib * GIB)
     print(
-        f"\n{'fits' if fits else 'does not fit'} into {config.gpu_gib:g} GiB, of which {share:.0%} "
+        f"\n{'fits' if fits else 'does not fit'} into {card.gib:g} GiB, of which {share:.0%} "
         "are left to vLLM, the driver and fragmentation"
     )
     if not fits:

@@ -1,0 +1,113 @@
+"""Runs of one option each, beside a setting, and what they left."""
+
+import random
+
+import pytest
+import torch
+
+from grpo_kernels.training import Completion, load_model
+from grpo_kernels.training.run.interruptions import StepError
+from tests.helpers import fake_vllm, plain_loop
+from tests.helpers.trainer_runs import config_of, no_curves, rows_of, support_around, trainer_of
+
+# Two updates on a rollout, so that ratios are not 1 and a clipped gradient is another step.
+BASE = {
+    "steps": 1, "prompts_per_step": 4, "num_generations": 3, "epochs_per_rollout": 2,
+    "max_completion_length": 5, "max_prompt_length": 60, "learning_rate": 3e-3, "save_every": -1,
+    "micro_batch_size": 5,
+}  # fmt: skip
+SETTINGS = {
+    "plain": {},
+    "lora": {"lora_rank": 2, "learning_rate": 1e-2},
+    "vllm": {"rollout": "vllm"},
+}
+PROBLEMS = [{"prompt": f"{i} + {7 * i % 5} =", "answer": str(i)} for i in range(12)]
+
+
+class Scripted:
+    """Completions that depend on their prompts alone, some of them cut, some with a kept set."""
+
+    def __call__(self, prompts, count, sampling):
+        done = []
+        for prompt in prompts:
+            draw = random.Random(str(prompt))
+            for i in range(count):
+                size = draw.randrange(2, sampling.max_new_tokens + 1)
+                ids = [draw.randrange(33, 90) for _ in range(size)]
+                support = support_around(ids, draw) if sampling.record_support and i else None
+                done.append(Completion(ids, i != 1, support=support))
+        return done
+
+
+class Watched:
+    """A rollout that keeps what it was asked for: the number of completions, and the sampling."""
+
+    def __init__(self, rollout):
+        self.rollout, self.asked = rollout, []
+
+    def __getattr__(self, name):
+        return getattr(self.rollout, name)
+
+    def __call__(self, prompts, count, sampling):
+        self.asked.append((count, sampling))
+        return self.rollout(prompts, count, sampling)
+
+
+class Run:
+    """A run of the options: its trainer, rows and weights, and what each step had."""
+
+    def __init__(self, model, folder, options):
+        rewards = {
+            name: lambda prompts, completions, f=f, **_: [f(text) for text in completions]
+            for name, f in plain_loop.REWARDS.items()
+        }
+        with no_curves(), pytest.MonkeyPatch.context() as patch:
+            fake_vllm.install(patch)
+            options = {"model": str(model), **BASE, **options}
+            config = config_of(options.pop("model"), folder, **options)
+            own = None if config.rollout == "vllm" else lambda policy: Scripted()
+            loaded = load_model(config)
+            loaded[1].chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}:"
+            self.trainer = trainer_of(
+                config, *loaded, problems=(PROBLEMS[:9], PROBLEMS[9 : 9 + config.eval_size]),
+                rewards=rewards, rollout=own,
+            )  # fmt: skip
+            self.trainer.rollout = self.watched = Watched(self.trainer.rollout)
+            self.steps = []
+            self.folder = self.trainer.train(
+                lambda _, samples: self.steps.append((samples.prompts, samples.completions))
+            )
+        self.rows = rows_of(self.folder) if self.trainer.accelerator.is_main_process else []
+        self.weights = {
+            name.removeprefix("module.").removeprefix("model."): p.detach().float()
+            for name, p in self.trainer.policy.named_parameters()
+        }
+        self.options = {x: getattr(config, x) for x in config.__dataclass_fields__}
+        self.options |= options
+
+
+def compare(weights, rows, options, steps, world=1, tolerance=1e-3):
+    """Compares weights and numbers of a run with those of the plain loop."""
+    start, expected, numbers = plain_loop.plain_loop(options, steps, world)
+    assert weights.keys() == expected.keys()
+    # The whole way that the weights went: AdamW steps as far for a gradient that is rounding.
+    far = {n: (expected[n] - start[n]).norm() for n in expected}
+    way = torch.stack([*far.values()]).norm()
+    error = torch.stack([(weights[n] - expected[n]).norm() for n in expected]).norm()
+    assert way > 0 and error <= tolerance * way, f"weights: {float(error / way):.2g} of their way"
+    for mine, theirs in zip(rows, numbers, strict=True):
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=tolerance, abs=2e-5), name
+
+
+def of_rank(model, folder, cases):
+    """A run for each case in this process: an error's text, or what `compare` wants."""
+    done = {}
+    for number, (name, options) in enumerate(cases.items()):
+        try:
+            run = Run(model, f"{folder}/{number}", options)
+        except (ValueError, StepError) as error:
+            done[name] = str(error)
+        else:
+            done[name] = run.weights, run.rows, run.options, run.steps
+    return done

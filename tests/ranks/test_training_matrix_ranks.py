@@ -1,0 +1,51 @@
+"""Every option of a run in two processes: equal to the plain loop, or refused by name."""
+
+import re
+
+import pytest
+
+from tests.helpers.matrix_runs import compare, of_rank
+from tests.helpers.tiny_models import make_model, make_tokenizer
+from tests.test_training_matrix import NO_LOGPS, NO_VLLM, OTHER, cases
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+REFUSED = NO_LOGPS | NO_VLLM
+ON_CPUS = {"ACCELERATE_USE_CPU": "true"}
+AT_A_TIME = 20  # runs, which a job on ranks has time for
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, tiny_model, tmp_path_factory):
+    """The runs of all cases in both processes, which are started once."""
+    other, folder = tmp_path_factory.mktemp("other"), tmp_path_factory.mktemp("runs")
+    make_model("llama", intermediate_size=32).save_pretrained(other)
+    make_tokenizer().save_pretrained(other)
+    options = {
+        case: {name: str(other) if x == OTHER else x for name, x in one.items()}
+        for case, one in cases().items()
+    }
+    first, second, names = {}, {}, list(options)
+    for i in range(0, len(names), AT_A_TIME):
+        some = {case: options[case] for case in names[i : i + AT_A_TIME]}
+        mine, theirs = ranks(of_rank, tiny_model, folder / str(i), some, environment=ON_CPUS)
+        first |= mine
+        second |= theirs
+    return first, second
+
+
+@pytest.mark.parametrize("case", cases())
+def test_an_option_of_two_processes(case, runs):
+    first, second = (run[case] for run in runs)
+    message = REFUSED.get(case.partition("-")[0])
+    if message is not None:
+        assert re.search(message, first) and isinstance(second, str)
+        return
+    assert not isinstance(first, str), first
+    weights, rows, options, steps = first
+    for name, weight in second[0].items():
+        assert weight.equal(weights[name]), name
+    both = [
+        ([*mine[0], *theirs[0]], [*mine[1], *theirs[1]])
+        for mine, theirs in zip(steps, second[3], strict=True)
+    ]
+    compare(weights, rows, options, both, world=2)
