@@ -19,11 +19,12 @@ from ..base.memory import ran_out_of_memory
 from ..integrations.private import forget_forward
 from .checks import checked_rewards, have_answers, start
 from .config import TrainingConfig
-from .evaluate import evaluate, write_problems
+from .evaluate import evaluate
 from .loading import load_model, make_rollout, prepared, set_pad_token
 from .problems.answers import is_correct as answer_is_correct
 from .problems.data import Problem
 from .problems.data import load as load_problems
+from .problems.held_out import write_problems
 from .problems.prompts import PromptEncoder, short_enough
 from .problems.rewards import Reward
 from .run import checkpoint, ranks
