@@ -18,7 +18,7 @@ from ..base.memory import ran_out_of_memory
 from ..integrations.private import forget_forward
 from .checks import checked_rewards, have_answers, start
 from .config import TrainingConfig
-from .evaluate import evaluate, write_problems
+from .evaluate import evaluate
 from .loading import (
     check_names,
     load_model,
@@ -30,6 +30,7 @@ from .loading import (
 from .problems.answers import is_correct as answer_is_correct
 from .problems.data import Problem, not_held_out
 from .problems.data import load as load_problems
+from .problems.held_out import write_problems
 from .problems.prompts import PromptEncoder, short_enough
 from .problems.rewards import Reward, judge, weighted_sum
 from .run import checkpoint, ranks, user_code

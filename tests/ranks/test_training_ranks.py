@@ -14,6 +14,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from grpo_kernels.training import Metric, evaluate
 from grpo_kernels.training.problems.answers import is_correct
+from grpo_kernels.training.problems.held_out import write_problems
 from grpo_kernels.training.run import logs
 from tests.helpers.ranks import JOB_S, ROOT
 from tests.helpers.tiny_models import COMMON, make_tokenizer
@@ -198,7 +199,7 @@ def test_ranks_of_an_evaluation_draw_different_samples(ranks, tiny_model, tmp_pa
     row, config = {"prompt": "1 + 1 = ", "answer": 2}, config_of(tiny_model, tmp_path)
     config.folder.mkdir()
     logs.write_json(config.folder / "config.json", config.as_json() | {"max_completion_length": 8})
-    evaluate.write_problems(config.folder, [], [row] * 2, is_correct, print)
+    write_problems(config.folder, [], [row] * 2, is_correct, print)
     shutil.copytree(tiny_model, config.folder / "model")
     samples, _ = ranks(evaluated, config.folder, tmp_path / "new", environment=ON_CPUS)
     assert len(samples) == 8 and samples[:4] != samples[4:]
