@@ -155,8 +155,8 @@ def _plain(value: Any) -> Any:
 
 
 def print_above(text: str) -> None:
-    """Prints above the progress bar, without control characters; to a closed terminal nothing."""
-    with suppress(OSError, ValueError):
+    """Prints above the progress bar, without control characters; where that fails, nothing."""
+    with suppress(Exception, SystemExit):
         tqdm.write(printable(text))
 
 
