@@ -285,7 +285,7 @@ def test_prompts_in_parts(make):
     problems = [
         {"prompt": [{"role": "user", "content": [{"type": "text", "text": text}]}], "answer": "1",
          "number": number}
-        for number, text in enumerate(("one and one", "two"))
+        for number, text in enumerate(("one and one", "two", "three", "four"))
     ]  # fmt: skip
 
     def some(prompts, completions):
@@ -296,14 +296,14 @@ def test_prompts_in_parts(make):
     tokenizer.chat_template = PARTS
     trainer = make(
         model, tokenizer, steps=1, num_generations=2, prompts_per_step=2, show_every=1,
-        rewards={"noise": some}, problems=(problems, problems),
+        rewards={"noise": some}, problems=(problems[:2], problems[2:]),
     )  # fmt: skip
     trainer.run.observers.append(Changes(trainer.config))
     folder = trainer.train()
-    assert [p["prompt"][0]["content"][0]["text"] for p in problems] == ["one and one", "two"]
+    assert [p["prompt"][0]["content"][0]["text"] for p in problems[2:]] == ["three", "four"]
     (row,) = rows_of(folder)
     assert row["accuracy"] == 0.0
-    assert [x["number"] for x in rows_in(folder / "held_out.jsonl")] == [0, 1]
+    assert [x["number"] for x in rows_in(folder / "held_out.jsonl")] == [2, 3]
     page = (folder / "report.html").read_text()
     assert "<td>one and one</td>" in page and "not scored" in page and "<td>1.00</td>" in page
 
@@ -334,7 +334,7 @@ ROW = {"reward": 0.5, "grad_norm": 1.0, "groups_equal": 0.0, "truncated": 0.0, "
     (
         ({"groups_equal": 1.0}, "every group had equal rewards"),
         ({"truncated": 1.0}, "every completion was cut at max_completion_length = 256"),
-        ({"answers_timed_out": 2.0}, "2 comparisons of answers had no result in 5 s"),
+        ({"answers_timed_out": 2.0}, "2 comparisons of answers had no result in time"),
         ({"entropy": 0.01}, "entropy fell from 2.00 to 0.010"),
         ({"ratio_max": 50.0}, "ratio_max is 50. Lower learning_rate, or bound the ratio"),
         ({"kl_max": 50.0}, "kl_max is 50. Lower learning_rate, or bound the KL"),
