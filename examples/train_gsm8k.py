@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo_model import MODEL, load, resolved
+from demo_model import MODEL, load_model, resolved
 
 from grpo_kernels.training import Trainer, TrainingConfig, parse_config
 from grpo_kernels.training.command_line import user_errors
@@ -52,7 +52,7 @@ def config_of(argv: Sequence[str] | None = None) -> TrainingConfig:
 
 def main(argv: Sequence[str] | None = None) -> Path:
     with user_errors(argv):
-        trainer = Trainer.from_config(resolved(config_of(argv)).in_new_folder(), load=load)
+        trainer = Trainer.from_config(resolved(config_of(argv)).in_new_folder(), load=load_model)
     return trainer.train()
 
 

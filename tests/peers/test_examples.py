@@ -95,11 +95,11 @@ def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
     config = parse_config([], model=demo_model.MODEL, dataset="d")
     resolved = demo_model.resolved(config)
     assert resolved.model == str(folder)
-    model, _ = demo_model.load(resolved)
+    model, _ = demo_model.load_model(resolved)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert "model.norm.weight" in trained and len(trained) > 1
     assert all(x == "model.norm.weight" or x.startswith("model.layers.1.") for x in trained)
-    adapted, _ = demo_model.load(replace(resolved, lora_rank=2))
+    adapted, _ = demo_model.load_model(replace(resolved, lora_rank=2))
     assert any("layers.0." in name for name, p in adapted.named_parameters() if p.requires_grad)
     other = replace(config, model="some/model")
     assert demo_model.resolved(other) == other
