@@ -396,7 +396,7 @@ REFUSED = {
         ["--rewards", "breif"],
     "reward function score: .* its parameters .*entry":
         ["--rewards", "answer", "examples.problems:score"],
-    "dataset: expected a file or folder; nowhere.jsonl does not exist": ["--dataset", "nowhere.jsonl"],
+    "dataset: expected a file or folder; no.jsonl does not exist": ["--dataset", "no.jsonl"],
     "dataset: expected a column question .*answer": ["--dataset", "odd.jsonl"],
     "output: run has a run already. Pass resume": ["--output", "run"],
     "output: taken.txt is not a folder that can be written to": ["--output", "taken.txt/t"],
