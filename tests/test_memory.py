@@ -149,7 +149,7 @@ CARD = Card(24, 100.0, 10.0, 1000.0)
 
 
 def test_sampling_waits_for_memory_for_gemms_and_for_the_host():
-    """By hand, on a card of round numbers."""
+    """Times by hand, on a card of round numbers."""
     shape = make_model("llama").config
     weights = sum(p.numel() for p in make_model("llama").parameters())
     V, layers, per_token = shape.vocab_size, shape.num_hidden_layers, 2 * 2 * 16

@@ -226,7 +226,7 @@ def wordy(completions, metrics):
 
 
 def test_a_function_named_in_a_file_adds_a_metric_and_its_curve(make, tmp_path):
-    """What it adds in an evaluation is in no row."""
+    """Values added in an evaluation are in no row."""
     trainer = make(
         rewards=[f"{__name__}:wordy"], prompts_per_step=2, eval_size=2, max_completion_length=20,
         rollout=as_long_as_asked, problems=(SUMS[:4], SUMS[4:6]),

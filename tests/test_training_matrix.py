@@ -183,7 +183,7 @@ SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "m
 
 
 def asserted(name, run):
-    """What an option does beside training."""
+    """Effects of options beside training."""
     options, folder, asked = run.options, run.folder, run.watched.asked
     training = [s for n, s in asked if n == options["num_generations"]]
     assert len(training) == options["steps"]

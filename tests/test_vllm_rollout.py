@@ -229,6 +229,4 @@ def test_a_cpu_has_the_cache_that_all_rows_need(tmp_path):
     assert options["kv_cache_memory_bytes"] == 7 * 3 * 32 * (2 * 5 * 3 * 16 * 4)
     assert options["max_model_len"] == 40 and options["block_size"] == 32
     options = engine_options(config, 6, True)
-    assert not {"kv_cache_memory_bytes", "revision"} & options.keys()
-    options = engine_options(replace(config, model="owner/name@v1"), 6, True)
-    assert (options["model"], options["revision"]) == ("owner/name", "v1")
+    assert "kv_cache_memory_bytes" not in options and options["model"] == config.model
