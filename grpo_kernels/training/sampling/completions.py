@@ -62,6 +62,23 @@ class Completion:
         pairs = zip(self.token_ids, self.sampled_flags, strict=True)
         return [token for token, sampled in pairs if sampled]
 
+    def joined(self, written: Sequence[int], more: Completion) -> Completion:
+        """This completion, tokens that a tool wrote after it, and what the policy sampled then.
+
+        Log-probs and kept sets are there if both completions have them; `ce_weights` are not set.
+        """
+        gap, support = len(written), None
+        logps = self.logps and more.logps and [*self.logps, *[0.0] * gap, *more.logps]
+        if self.support is not None and more.support is not None:
+            (kept, offsets), (last_kept, last) = self.support, more.support
+            no_set = offsets[-1:].expand(gap)
+            offsets = torch.cat([offsets, no_set, offsets[-1] + last[1:]])
+            support = Support(torch.cat([kept, last_kept]), offsets)
+        return Completion(
+            [*self.token_ids, *written, *more.token_ids], more.ended, logps, support,
+            [*self.sampled_flags, *[False] * gap, *more.sampled_flags],
+        )  # fmt: skip
+
 
 class RolloutError(StepError, ValueError):
     """Error of a rollout that cannot go on, or that returned something else than completions."""
