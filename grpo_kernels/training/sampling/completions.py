@@ -1,4 +1,4 @@
-"""Records of sampling: what is asked for, what comes back, and the checks of it."""
+"""Records of sampling, `SamplingParams` and `Completion`, and checks of completions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Completion:
 
 
 class RolloutError(StepError, ValueError):
-    """Error of a rollout that cannot go on, or that returned something else than completions."""
+    """Error of a rollout that cannot go on, or that did not return completions."""
 
 
 def check_completion(name: str, one: object, vocabulary: int, longest: int) -> None:
@@ -101,7 +101,7 @@ def check_completion(name: str, one: object, vocabulary: int, longest: int) -> N
     if longest < T:
         raise RolloutError(
             f"{name}.token_ids: expected at most max_completion_length = {longest} tokens, "
-            f"those of tools included; got {T}"
+            f"tool output included; got {T}"
         )
     for what, numbers in (("logps", one.logps), ("ce_weights", one.ce_weights)):
         bad = [x for x in numbers or () if not _passes(math.isfinite, x)]
@@ -135,7 +135,7 @@ def _check_offsets(name: str, support: object, T: int) -> None:
 
 
 def _passes(check: Callable[[Any], bool], number: Any) -> bool:
-    """True for a number that passes a check; False for a bool and for what is no number."""
+    """True for a number that passes a check; False for a bool or anything else."""
     try:
         return not isinstance(number, bool) and check(number)
     except (TypeError, ValueError):
