@@ -317,9 +317,7 @@ def test_prompts_are_the_same_in_any_order_of_keys_and_as_list_or_tuple():
         assert data.not_held_out(train, [{"prompt": prompt}], said.append) == train[1:]
         assert said[0].startswith("1 of 2 problems to train on are left out")
     assert data.not_held_out(train, [], None) == train
-    with pytest.raises(
-        ValueError, match=r"^train: the prompts of all . problems are held out"
-    ):
+    with pytest.raises(ValueError, match=r"^train: the prompts of all . problems are held out"):
         data.not_held_out(train, train, None)
 
 

@@ -293,9 +293,7 @@ def test_held_out_problems_are_never_trained_on(make, capsys):
         ["a", "d"], ["b", "c"]
     ]  # fmt: skip
     assert "2 of 4 problems to train on are left out" in capsys.readouterr().out
-    with pytest.raises(
-        ValueError, match=r"^train: the prompts of all . problems are held out"
-    ):
+    with pytest.raises(ValueError, match=r"^train: the prompts of all . problems are held out"):
         make(problems=(some, some))
 
 
