@@ -260,7 +260,7 @@ class Trainer:
 
     def _explain(self, why: str, samples: Samples, updates: Sequence[Update]) -> None:
         if not self.scorer.trainable_rows(samples, range(len(samples.texts)), first_update=False):
-            return
+            return  # nothing was trained
         # One of several processes is alone here, and cannot score.
         alone = self.accelerator.num_processes == 1
         after = self.scorer.logps(samples) if alone else None

@@ -322,7 +322,7 @@ def every(count: int, step: int) -> bool:
 
 
 def place_of(turn: int, count: int, seed: int) -> int:
-    """The index below `count` at this turn: every epoch has all of them, shuffled anew."""
+    """The index below `count` whose turn it is: in every epoch all of them, newly shuffled."""
     epoch, place = divmod(turn, count)
     return _shuffled(count, f"{seed}-{epoch}")[place]
 

@@ -54,7 +54,7 @@ def add_gradients(
             values[where, :T] = getattr(out, name)
         return out.loss
 
-    # No process waits for another inside; at the end all hear if memory ran out in one.
+    # No process waits for another inside: memory that runs out in one is told to all at the end.
     guard = run.interruptions.guard
     with guard(may_stop=number == 0):
         for part in plan[:-1]:
