@@ -20,7 +20,6 @@ from typing import Any
 
 from demo_model import MODEL, load_model, resolved
 
-from grpo_kernels import Support
 from grpo_kernels.training import (
     Completion,
     Problem,
@@ -72,8 +71,7 @@ class WithCalculator:
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
         first = replace(sampling, stop=(*sampling.stop, "</calc>"))
-        done = [replace(one, sampled=[True] * len(one.token_ids))
-                for one in self.rollout(prompts, count, first)]  # fmt: skip
+        done = list(self.rollout(prompts, count, first))
         for _ in range(3):  # calls per completion, at most
             calls = {i: ids for i, one in enumerate(done) if (ids := self.result(one, sampling))}
             # Equally often in every process, as a rollout may make them wait for each other.
@@ -84,7 +82,7 @@ class WithCalculator:
                 1, replace(first, max_new_tokens=max(1, room)),
             )  # fmt: skip
             for i, one in zip(calls, more, strict=False):
-                done[i] = joined(done[i], calls[i], one)
+                done[i] = done[i].joined(calls[i], one)
         return done
 
     def result(self, one: Completion, sampling: SamplingParams) -> list[int]:
@@ -96,23 +94,6 @@ class WithCalculator:
     def room(self, one: Completion, ids: Sequence[int], sampling: SamplingParams) -> int:
         """The tokens that there is room for after these."""
         return sampling.max_new_tokens - len(one.token_ids) - len(ids)
-
-
-def joined(one: Completion, result: list[int], more: Completion) -> Completion:
-    """A completion with a result and what was sampled after it."""
-    import torch  # after demo_model, which says how torch's threads wait
-
-    assert one.sampled is not None
-    ids = [*one.token_ids, *result, *more.token_ids]
-    sampled = [*one.sampled, *[False] * len(result), *[True] * len(more.token_ids)]
-    logps = one.logps and more.logps and [*one.logps, *[0.0] * len(result), *more.logps]
-    support = None
-    if one.support is not None and more.support is not None:  # with top_p, top_k or min_p
-        (kept, offsets), (last_kept, last) = one.support, more.support
-        nothing = offsets[-1:].expand(len(result))  # an empty set for what was put in
-        offsets = torch.cat([offsets, nothing, offsets[-1] + last[1:]])
-        support = Support(torch.cat([kept, last_kept]), offsets)
-    return Completion(ids, more.ended, logps, support=support, sampled=sampled)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:

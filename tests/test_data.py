@@ -196,7 +196,7 @@ def test_rows_of_any_types(tmp_path):
     for value in (12.0, True, [1, 2], {"a": 1}, Decimal("1.50"), day, day.date()):
         for row in ({"prompt": "a", "answer": value}, {"question": value}, {"prompt": value}):
             if row != {"prompt": [1, 2]}:
-                message = rf"^dataset: {[*row][-1]} is neither text nor a whole number: write it as"
+                message = rf"^dataset: expected text or a whole number as {[*row][-1]}; got"
                 with pytest.raises(ValueError, match=message):
                     data.problem_of(row, config)
     name = write(tmp_path / "a.jsonl", {"prompt": "a", "answer": None}, {"prompt": "b"})
@@ -235,8 +235,8 @@ def test_rows_of_any_types(tmp_path):
         ("a.jsonl", '{"prompt": "b"}', {**OWN, "eval_size": 1}, ".*a column answer for evaluation"),
         ("a.jsonl", '{"prompt": "a", "rewards": "f"}\n{"prompt": "b", "rewards": ["answer"]}',
          {"rewards": ["answer", "m:f"]}, ".*answer for the reward answer; got .* in line 2 of"),
-        ("a.jsonl", '{"prompt": "a", "answer": 1.5}', {}, ".*as it is; got 1.5 in line 1 of .*a"),
-        ("a.parquet", {"prompt": "a", "answer": 1.5}, {}, ".*as it is; got 1.5 in row 1 of .*a[.]"),
+        ("a.jsonl", '{"prompt": "a", "answer": 1.5}', {}, r".*got 1.5: .*\(line 1 of .*a"),
+        ("a.parquet", {"prompt": "a", "answer": 1.5}, {}, r".*got 1.5: .*\(row 1 of .*a[.]"),
         # What is missing is NaN to some.
         ("a.parquet", {"prompt": "a", "answer": math.nan}, {}, r".*answer .*\['prompt'\] in r"),
     ),
@@ -317,7 +317,7 @@ def test_prompts_are_the_same_in_any_order_of_keys_and_as_list_or_tuple():
         assert data.not_held_out(train, [{"prompt": prompt}], said.append) == train[1:]
         assert said[0].startswith("1 of 2 problems to train on are left out")
     assert data.not_held_out(train, [], None) == train
-    with pytest.raises(ValueError, match=r"^train: expected a problem whose prompt is not held ou"):
+    with pytest.raises(ValueError, match=r"^train: the prompts of all . problems are held out"):
         data.not_held_out(train, train, None)
 
 
@@ -464,10 +464,10 @@ def test_a_system_prompt_that_no_prompt_has_is_refused(prompt, tmp_path):
 
 MISSING = {
     "model: 'gated/a'.*accept the terms on its page, then `hf auth login`": {"model": "gated/a"},
-    "model: 'no/a'.*there is none of this name, or it is private": {"model": "no/a"},
+    "model: 'no/a'.*nothing has this name, or it is private": {"model": "no/a"},
     "model: 'old/a@v9' is not a folder with a model, and not on": {"model": "old/a@v9"},
     "dataset: gated/b is no file.*accept the terms on its page": {"dataset": "gated/b"},
-    "dataset: no/b is no file .* was .*none of this name.*Without the hub": {"dataset": "no/b"},
+    "dataset: no/b is no file .* was .*nothing has this name.*Without the hub": {"dataset": "no/b"},
 }
 CODES = {"gated": (401, "GatedRepo"), "no": (404, "RepoNotFound")}
 ABOUT = {

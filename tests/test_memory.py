@@ -205,7 +205,7 @@ def status_of(*argv):
     (
         (("--dtype", "bf16", "--lora-rank", "4", "--gpu", "4090"), 0, ["fits into 24 GiB"]),
         (("--gpu", "t4", "--prompts_per_step", "100000"), 1, ["does not fit into 15", "Smaller: "]),
-        (VLLM, 0, ["kv cache                         0.00 GiB", "of which 38% are left"]),
+        (VLLM, 0, ["kv cache                         0.00 GiB", "GiB less 38% for vLLM, "]),
         ((*VLLM, "--vllm_gpu_memory_utilization", "1.0"), 1, ["Smaller: "]),
         ((*VLLM, "--cpu"), 2, ["gpu: expected none with cpu; got '3090'"]),
         (("--gpu", "a100"), 0, ["Predicted, never measured: 100 steps take at least", "sampling"]),

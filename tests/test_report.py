@@ -45,6 +45,7 @@ HELD_OUT = "(27 problems that were not trained on; 95 % interval:"
         ((9, 0.04, 0.01, 0.12), f"fell from 25.0% to 4.0% {HELD_OUT} 1.0% to 12.0%)"),
         ((9, 0.52, 0.34, 0.69), f"rose from 25.0% to 52.0% {HELD_OUT} 34.0% to 69.0%)"),
         ((9, 0.50, 0.32, 0.67), f"went from 25.0% to 50.0%, a difference within chance {HELD_OUT}"),
+        ((9, 0.25, 0.13, 0.45), f"stayed at 25.0% {HELD_OUT}"),
         ((9, 0.07, 0.02, 0.24), f"went from 25.0% to 7.0%, a difference within chance {HELD_OUT}"),
     ),
 )

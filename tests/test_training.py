@@ -256,7 +256,7 @@ def test_a_loss_by_instance_is_that_of_its_name(make):
 # Problems, answers and tokens
 
 ODD = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": 0.5}]
-NO_TEXT = "answer is neither text nor a whole number: write it as text, .*"
+NO_TEXT = "dataset: expected text or a whole number as answer; got "
 OWN = {"is_correct": lambda text, right: right == 0.5}
 
 
@@ -265,11 +265,11 @@ OWN = {"is_correct": lambda text, right: right == 0.5}
     (
         (["noise"], (ODD, [{"prompt": "a"}]), {}, "held_out: expected an answer in every problem"),
         (["noise"], (ODD, [{"prompt": "a", "answer": None}]), {}, "held_out: expected an answer"),
-        (["noise"], (ODD, ()), {}, rf"{NO_TEXT}got 0.5 in train\[1\]$"),
-        (["noise"], (ODD[:1], ODD), {}, rf"{NO_TEXT}in held_out\[1\]$"),
+        (["noise"], (ODD, ()), {}, rf"{NO_TEXT}0.5: .*\(train\[1\]\)$"),
+        (["noise"], (ODD[:1], ODD), {}, rf"{NO_TEXT}0.5: .*\(held_out\[1\]\)$"),
         # By the reward, whatever evaluations count by.
-        (["answer"], (ODD, ()), OWN, rf"{NO_TEXT}got 0.5 in train\[1\]$"),
-        (["answer"], ([ODD[0], {"prompt": "b"}], ()), {}, rf"{NO_TEXT}got None in train\[1\]$"),
+        (["answer"], (ODD, ()), OWN, rf"{NO_TEXT}0.5: .*\(train\[1\]\)$"),
+        (["answer"], ([ODD[0], {"prompt": "b"}], ()), {}, rf"{NO_TEXT}None: .*\(train\[1\]\)$"),
     ),
 )
 def test_answers_that_cannot_be_compared_are_refused(rewards, parts, options, message, make):
@@ -293,7 +293,7 @@ def test_held_out_problems_are_never_trained_on(make, capsys):
         ["a", "d"], ["b", "c"]
     ]  # fmt: skip
     assert "2 of 4 problems to train on are left out" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"^train: expected a problem whose prompt is not held"):
+    with pytest.raises(ValueError, match=r"^train: the prompts of all . problems are held out"):
         make(problems=(some, some))
 
 

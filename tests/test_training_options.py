@@ -301,9 +301,7 @@ def test_an_option_that_nobody_has_is_no_default():
         parse_config([], modell="m")
 
 
-# Options that leave in this version.
-LEAVING = {"eval_dataset", "logits_dtype", "prompt_template", "ref_mixup_alpha", "trainable"}
-OPTIONS = {*TrainingConfig.__dataclass_fields__} - LEAVING
+OPTIONS = {*TrainingConfig.__dataclass_fields__}
 
 
 def test_options_of_elsewhere_are_none_of_ours():

@@ -82,7 +82,8 @@ def test_a_rollout_may_ask_for_the_problems(make):
             return done
 
     problems = [{"prompt": f"{i}?", "facts": f"<{i}>."} for i in range(4)]
-    trainer, seen = make(max_completion_length=12, steps=1, problems=(problems, ())), []
+    trainer = make(max_completion_length=12, steps=1, top_k=3, problems=(problems, ()))
+    seen = []
     trainer.rollout = Changing(trainer.rollout, trainer.tokenizer)
     trainer.train(lambda row, samples: seen.append(samples))
     (samples,) = seen
@@ -93,6 +94,8 @@ def test_a_rollout_may_ask_for_the_problems(make):
         flags = samples.completions[i].sampled
         assert flags.count(False) == len(facts) == 4
         assert samples.mask[i].tolist()[: len(flags)] == list(map(int, flags))
+        sizes = samples.completions[i].support.offsets.diff()
+        assert sizes.gt(0).tolist() == flags  # a set for each sampled token
 
 
 # The example
@@ -154,7 +157,7 @@ def test_a_completion_may_call_several_times():
     assert len(called.logps) == len(called.token_ids) and set(called.logps) == {-1.0, 0.0}
     assert torch.equal(called.support.token_ids, kept(own_ids).token_ids)
     assert called.support.offsets.diff().tolist() == [2 * mine for mine in called.sampled]
-    assert tokenizer.decode(other.token_ids) == "<answer>5</answer>" and all(other.sampled)
+    assert tokenizer.decode(other.token_ids) == "<answer>5</answer>" and all(other.sampled_flags)
 
 
 @pytest.mark.parametrize("most", (17, 30, 39, 40, 42))
@@ -163,6 +166,6 @@ def test_there_is_room_for_what_is_put_in(most):
     inner = Scripted(tokenizer, "<calc>8*17</calc>", *["<answer>136</answer>"] * 5)
     rollout = tool_use.WithCalculator(inner, tokenizer)
     (one,) = rollout([[65]], 1, SamplingParams(most, stop=("</answer>",)))
-    assert len(one.sampled) == len(one.token_ids) <= most
+    assert len(one.sampled_flags) == len(one.token_ids) <= most
     # A result that the model cannot go on from is not put in.
-    assert all(one.sampled) == (most <= 39)
+    assert all(one.sampled_flags) == (most <= 39)

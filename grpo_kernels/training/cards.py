@@ -9,7 +9,7 @@ from typing import NamedTuple
 # Assumed share of a data sheet's FLOP/s and bytes/s that a run sustains.
 SUSTAINED = 0.6
 # Seconds per layer and token in which `generate` of transformers keeps a GPU waiting: 0.69 ms on
-# one core of a server, for models of 24 and 48 layers of 32 units, whose products take no time.
+# one core of a server, for models of 24 and 48 layers so small that their products take no time.
 HOST_SECONDS = 7e-4
 
 

@@ -22,7 +22,7 @@ from .sampling.completions import check_has_logps
 def start(config: TrainingConfig, *, own_rollout: bool = True) -> Accelerator:
     """Sets up the processes, and refuses what options, folder, launch and host decide.
 
-    `own_rollout`: completions may come from another rollout than those of the options.
+    `own_rollout`: a rollout of the user's may sample, not the option's.
 
     Raises:
         FileExistsError: the run's folder has another run in it, or one that trains.
@@ -60,7 +60,7 @@ def checked_rewards(
     own: Mapping[str, Reward] | None = None,
     is_correct: Callable[[str, Any], bool] = answer_is_correct,
 ) -> list[RewardFunction]:  # fmt: skip
-    """The reward functions of a run, each of which has the columns that it needs.
+    """The reward functions of a run, after a check of the columns that they need.
 
     Raises:
         ValueError: names the problem, or the function.

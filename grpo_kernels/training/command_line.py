@@ -58,7 +58,7 @@ def parse_config(
     `argparse` does.
 
     Args:
-        argv: flags, after the YAML file if there is one; None: those of the process.
+        argv: flags, after the YAML file if there is one; None: the process's.
         kind: `TrainingConfig`, or a dataclass with more options.
         defaults: options in the place of the defaults of `kind`.
     """
@@ -120,7 +120,7 @@ class _Parser(ArgumentParser):
 
 
 def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentParser:
-    """The parser of all options, in groups; `defaults` go before those of `kind`."""
+    """The parser of all options, in groups; `defaults` overrule the defaults of `kind`."""
     set_loader("yaml_1.2", lambda text: _loaded(text, lists_of(kind)), (YAMLError,))
     usage = "%(prog)s [FILE.yaml] [--OPTION VALUE ...]"
     spec = sys.modules["__main__"].__spec__  # of `python -m`, None of a script

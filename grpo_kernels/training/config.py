@@ -30,7 +30,7 @@ DTYPES = {"mixed": "float32", "fp32": "float32", "bf16": "bfloat16"}
 class TrainingConfig(GRPOLossConfig):
     """A training run and its loss, validated when made, before anything is loaded.
 
-    `python examples/train_gsm8k.py --help` lists every option with its unit and default. In Python
+    `python -m grpo_kernels.training --help` lists every option with its unit and default. In Python
     `loss_type` may be an instance of a loss class as well, or a callable; `config.json` and
     checkpoints have its `repr`.
 
@@ -42,8 +42,8 @@ class TrainingConfig(GRPOLossConfig):
     model: str = ""
     """Causal language model: a folder, or a name on the hub, OWNER/NAME."""
     dtype: Literal["mixed", "fp32", "bf16"] = "mixed"
-    """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32; GEMMs bf16 on a GPU that has
-    it, else fp16, and fp32 on a CPU)."""
+    """Dtype of weights and GEMMs: fp32, bf16, or mixed (weights fp32; GEMMs bf16 on a GPU with
+    bf16 cores, fp16 on other GPUs, fp32 on a CPU)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory, more time."""
     lora_rank: int = 0
@@ -70,8 +70,8 @@ class TrainingConfig(GRPOLossConfig):
     chat: bool = False
     """Apply the tokenizer's chat template to prompts."""
     system_prompt: str = ""
-    """Instruction before every question, with chat as the system message; empty: one that asks for
-    the tags of the reward format, without chat with an example."""
+    """Instruction before every question; with chat, the system message. Empty: the trainer's own,
+    which asks for the tags of the reward format."""
     max_prompt_length: int = 512
     """Largest number of tokens per prompt; problems with longer prompts are dropped."""
     rewards: list[str] = field(default_factory=lambda: ["answer", "format"])
@@ -135,8 +135,8 @@ class TrainingConfig(GRPOLossConfig):
     """Encode the prompt of a group once, if the model allows it; not with
     gradient_checkpointing."""
     skip_untrained: bool = True
-    """Skip groups with equal rewards, also in metrics of the loss, if beta and entropy_coef are
-    0."""
+    """Skip groups with equal rewards, if beta and entropy_coef are 0; metrics of the loss leave
+    them out, too."""
     learning_rate: float = 1e-6
     """Learning rate of AdamW."""
     weight_decay: float = 0.0

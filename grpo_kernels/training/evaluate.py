@@ -2,9 +2,9 @@
 
     python -m grpo_kernels.training.evaluate RUN_FOLDER [--model NAME] [--problems FILE]
 
-answers each problem as the run's evaluations do, and by several samples. Prompts, rewards and
-sampling are the run's, from its `config.json`; of that nothing else is read. No problem that the
-run trains on is answered. Answers and a report are in a new folder, RUN_FOLDER/evaluations/NUMBER.
+The command answers each problem as the run's evaluations do, and by several samples. Prompts,
+rewards and sampling are the run's, from its `config.json`. No problem that the run trains on is
+answered. Answers and a report are in a new folder, RUN_FOLDER/evaluations/NUMBER.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def evaluate(
     length = config.eval_max_completion_length
     world, rank = accelerator.num_processes, accelerator.process_index
     each = math.ceil(len(problems) / world)
-    # Equally many per process; of those that come twice the second is dropped at the end.
+    # Equally many per process; the first problems fill up the last process, and are cut at the end.
     local = [problems[i % len(problems)] for i in range(rank * each, (rank + 1) * each)]
     size = max(1, config.prompts_per_step // world * config.num_generations // count)
     labels, answers, late = [reward.label for reward in rewards], [], 0
@@ -108,7 +108,7 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="The output of a run.")
     for name, kind, text in (
         ("model", str, "Another model than RUN_FOLDER/model: a folder, or a name on the hub."),
-        ("problems", Path, "A file of other problems: those that the run trains on are left out."),
+        ("problems", Path, "A file of other problems, without any that the run trains on."),
         ("temperature", float, "Temperature of the samples; default: the run's."),
         ("num_samples", int, "Samples per problem; 0: none. Default: the run's num_generations."),
         ("max_completion_length", int, "Most tokens per completion; default: the run's."),
@@ -133,18 +133,18 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_run(folder: Path) -> None:
-    """Refuses what is not the folder of a run."""
+    """Refuses a path that is not the folder of a run."""
     if (folder / TRAINED_ON).exists():
         return
     why = "does not exist" if not folder.exists() else "is not the folder of a run"
     if folder.suffix in (".yaml", ".yml", ".json"):
-        why = "is a file of options, and an evaluation takes those of a run from its folder"
+        why = "is a file of options; an evaluation reads a run's options from its folder"
     near = folder.parent if (folder.parent / TRAINED_ON).exists() else "the output of a run"
     raise ValueError(f"RUN_FOLDER: {folder} {why}: pass {near}")
 
 
 def _config(folder: Path, flags: argparse.Namespace, say: Callable[[str], None]) -> TrainingConfig:
-    """Options of an evaluation: the run's, and those that are asked for."""
+    """Options of an evaluation: the run's, overruled by the flags."""
     options = logs.read_json(folder / "config.json")
     model = flags.model or str(folder / "model")
     if not flags.model and not Path(model).exists():
@@ -207,7 +207,7 @@ def main(
 ) -> Path:  # fmt: skip
     """Evaluates a run's model; returns the folder of the results.
 
-    `rewards` and `is_correct` are those that the run's `Trainer` got in Python.
+    `rewards` and `is_correct`: as the run's `Trainer` got them in Python.
     """
     say = print_above if ranks.is_first_process() else lambda _: None
     with user_errors(argv):
@@ -255,7 +255,7 @@ def _sampler(
     model: Any, tokenizer: Any, encode: PromptEncoder, config: TrainingConfig,
     accelerator: Accelerator,
 ) -> Sampler:  # fmt: skip
-    """The model, as it is, and who samples from it."""
+    """A sampler from the model."""
     set_pad_token(tokenizer, model)
     policy = Policy.from_config(model.to(accelerator.device).eval(), config)
     rollout = make_rollout(config, policy, tokenizer, accelerator)

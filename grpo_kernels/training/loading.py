@@ -1,4 +1,4 @@
-"""Models and tokenizers of a run, and who samples from them."""
+"""Models, tokenizers and rollouts of a run."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def prepared(
     )
     policy, optimizer = accelerator.prepare(policy, optimizer)
     if isinstance(policy, DistributedDataParallel):
-        # No buffer of a language model changes, and a process that fails in a forward is to leave
-        # no other waiting for one.
+        # No buffer of a language model changes. Broadcasts in a forward would leave the others
+        # waiting where one process fails.
         policy.broadcast_buffers = False
     return policy, optimizer

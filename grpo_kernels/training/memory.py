@@ -167,7 +167,7 @@ def _head_bytes(
 def _flops(
     config: TrainingConfig, step: _Step, forward: int, backward: int, logits: int, gemms: int
 ) -> dict[str, int]:
-    """Returns the FLOPs of updates, from those of a micro-batch's layers and of all logits."""
+    """Returns the FLOPs of updates, from a micro-batch's layers and all logits."""
     scored = (config.minibatches > 1) + (
         config.top_entropy_quantile < 1 and config.entropy_threshold is None
     )
@@ -295,10 +295,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if card is None:
         return
     share = 0.08 + (config.rollout == "vllm") * config.vllm_gpu_memory_utilization
+    others = "vLLM, " * (config.rollout == "vllm") + "the driver and fragmentation"
     fits = prediction.peak <= int((1 - share) * card.gib * GIB)
     print(
-        f"\n{'fits' if fits else 'does not fit'} into {card.gib:g} GiB, of which {share:.0%} "
-        "are left to vLLM, the driver and fragmentation"
+        f"\n{'fits' if fits else 'does not fit'} into {card.gib:g} GiB less {share:.0%} for "
+        f"{others}"
     )
     if not fits:
         print("Smaller: micro_batch_size, gradient_checkpointing, lora_rank, dtype bf16")

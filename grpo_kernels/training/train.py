@@ -62,17 +62,17 @@ class Trainer:
         tokenizer: the model's.
         train: problems, dicts with a `prompt` (a string, or a chat's messages) and the columns that
             the reward functions want.
-        held_out: problems for the evaluations; those to train on that have their prompts are left
+        held_out: problems for the evaluations; problems of `train` with the same prompts are left
             out.
         rewards: functions by name, for names in `config.rewards` that are not the library's.
         is_correct: takes a completion and its problem's answer; evaluations count by it.
-        rollout: given the wrapped policy, returns who samples; None: as `config.rollout` says. To
-            put something around that one, set it: `trainer.rollout = Mine(trainer.rollout)`.
+        rollout: takes the wrapped policy, returns a `Rollout`; None: `config.rollout`. To wrap that
+            one, set `trainer.rollout = Mine(trainer.rollout)`.
 
     `train()` runs it. The run's folder then has `config.json`, logs (`metrics.jsonl` with one row
     per step, samples, evaluations and answers), `held_out.jsonl`, `checkpoints/`, `report.html` and
-    `model/`. Who shows these is in `run.observers`, a list that may be changed; anyone may add to
-    `metrics`.
+    `model/`. The list `run.observers` has the objects that write or show these; add your own. Add
+    metrics to `metrics`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Trainer:
         return config.folder
 
     def _step(self, on_step: OnStep | None) -> None:
-        """A step, and what is due after it: a checkpoint stands before the last evaluation."""
+        """A step, then its checkpoint, before the last evaluation at the latest, and evaluation."""
         run, config, problems = self.run, self.config, self.train_problems
         turns = range((run.step - 1) * config.prompts_per_step, run.step * config.prompts_per_step)
         row, samples = self.train_step(
@@ -305,7 +305,7 @@ class Trainer:
             self.run.halve_micro_batches()
 
     def _drop_gradients(self) -> None:
-        """Forgets what was added up, after forwards and backwards that may not have ended."""
+        """Drops the gradients of a step that failed, perhaps within a backward."""
         self.optimizer.zero_grad()
         if isinstance(self.policy, DistributedDataParallel):
             forget_forward(self.policy)

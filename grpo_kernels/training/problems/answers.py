@@ -38,7 +38,7 @@ _TEXT = re.compile(
     r"|\d{1,2}([-/.])\d{1,2}\1\d{2}"
 )
 _TWO_LETTERS = re.compile(r"[^\W\d_]{2}")
-# An operator, those of Unicode as well, or a command of LaTeX; `2x`, whose letter is a factor.
+# An operator, also of Unicode, a command of LaTeX, or a letter as a factor (`2x`).
 _OPERATORS = re.compile(r"[-+*/^=<>|!\\\xb1\xb7\xd7\xf7\u2200-\u22ff]|\d ?[^\W\d_]")
 _BRACKETS = re.compile(r"[()\[\]{},]")
 

@@ -28,7 +28,7 @@ _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
-    """The problems to train on and those that are held out; of one dataset none is in both.
+    """The problems to train on, and the held-out ones; no prompt is in both.
 
     Raises:
         ValueError: there is no such dataset, or none of it to train on, or a row lacks a column
@@ -49,7 +49,7 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         # Without a test split any row may be held out, and needs an answer.
         compared = test is None and config.eval_size > 0
         most = None
-        if split and config.train_size:  # five times those that are held out, as `_split` does
+        if split and config.train_size:  # `_split` holds out a fifth at most
             most = max(config.train_size + config.eval_size, 5 * config.eval_size)
         train = _problems(islice(splits[split], most), config, compared)
         if test is None:
@@ -78,7 +78,7 @@ def problems_of(path: str, config: TrainingConfig) -> list[Problem]:
 def not_held_out(
     train: Sequence[Problem], held_out: Iterable[Problem], say: Callable[[str], object]
 ) -> list[Problem]:
-    """The problems to train on whose prompt is not held out, too; says how many are left out.
+    """The problems to train on, without held-out prompts; says how many are left out.
 
     Raises:
         ValueError: none is left.
@@ -87,8 +87,8 @@ def not_held_out(
     unseen = [problem for problem in train if prompt_key(problem) not in prompts]
     if not unseen:
         raise ValueError(
-            f"train: expected a problem whose prompt is not held out; got {len(train)}: hold out "
-            "other problems"
+            f"train: the prompts of all {len(train)} problems are held out, too: hold out other "
+            "problems"
         )
     if len(unseen) < len(train):
         say(
@@ -112,15 +112,15 @@ def text_of(column: str, value: Any) -> str:
     """Returns the text of a prompt, a question or an answer, which may be a whole number.
 
     Raises:
-        ValueError: it is anything else, which can be written in many ways.
+        ValueError: it is anything else: 1.5, say, can be written in many ways.
     """
     if isinstance(value, str):
         return value
     if isinstance(value, Integral) and not isinstance(value, bool):
         return str(int(value))
     raise ValueError(
-        f"dataset: {column} is neither text nor a whole number: write it as text, or give the "
-        f"column another name, under which reward functions get it as it is; got {value!r:.80}"
+        f"dataset: expected text or a whole number as {column}; got {value!r:.80}: write it as "
+        "text; reward functions get columns of other names as they are"
     )
 
 
@@ -163,7 +163,7 @@ def _is_function(name: str) -> bool:
 
 
 def _is_file(name: str) -> bool:
-    """True for the name of a file or folder, also where there is none."""
+    """True for the name of a file or folder, which need not exist."""
     separators = name.count("/") + name.count(os.sep) * (os.sep != "/")
     looks = Path(name).suffix in FORMATS or separators > 1 or name.startswith((".", "/"))
     return bool(name) and (looks or Path(name).exists())
@@ -186,7 +186,7 @@ def _from_function(config: TrainingConfig) -> tuple[list[Problem], list[Problem]
 
 
 def _splits(config: TrainingConfig) -> Mapping[str, Rows]:
-    """The rows of a dataset by split; those of a file have no split's name, but ""."""
+    """The rows of a dataset by split; a file has one split, ""."""
     name, part = config.dataset, config.dataset_config
     if _is_file(name):
         if part:
@@ -214,13 +214,13 @@ def _splits(config: TrainingConfig) -> Mapping[str, Rows]:
 
 
 def _problems(rows: Rows, config: TrainingConfig, compared: bool) -> list[Problem]:
-    """The problems of rows, each of which has what it needs; `compared`: with an answer."""
+    """The problems of rows, after a check; `compared`: each needs an answer."""
     problems = []
     for where, row in rows:
         try:
             problem = problem_of(row, config)
         except ValueError as error:
-            raise ValueError(f"{error} in {where}") from error
+            raise ValueError(f"{error} ({where})") from error
         _check(problem, where, config, compared)
         problems.append(problem)
     return problems
@@ -270,8 +270,8 @@ def why_not_downloaded(error: BaseException | None) -> str:
         # datasets says these two in words of its own, without the hub's error.
         lost = type(error).__name__ == "DatasetNotFoundError"
         if isinstance(error, errors.GatedRepoError) or (lost and "gated" in text):
-            return "its owner lets in who asks: accept the terms on its page, then `hf auth login`"
+            return "access is on request: accept the terms on its page, then `hf auth login`"
         if lost or isinstance(error, errors.RepositoryNotFoundError):
-            return "there is none of this name, or it is private (`hf auth login`)"
+            return "nothing has this name, or it is private (`hf auth login`)"
         error = error.__cause__ or error.__context__
     return first or "no reason was given"

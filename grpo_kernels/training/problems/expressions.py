@@ -60,7 +60,7 @@ class MathVerify:
             return reply == "True"
         self.close()
         if process.returncode == -9:  # SIGKILL, which Windows does not name
-            raise ChildProcessError("somebody else ended the process")  # who may not the next time
+            raise ChildProcessError("somebody else ended the process")  # and may not do it again
         return None
 
     def _start(self) -> subprocess.Popen[str]:
@@ -117,7 +117,7 @@ if hasattr(os, "register_at_fork"):  # a forked process starts a worker of its o
 
 def _serve(seconds: float) -> None:
     """Compares the pairs of expressions on standard input, one per line."""
-    del sys.path[0]  # this folder, whose modules are none of math-verify's
+    del sys.path[0]  # this folder, which math-verify must not import from
     import math_verify
 
     def same(right: str, answer: str) -> bool:

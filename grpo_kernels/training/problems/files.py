@@ -87,7 +87,7 @@ def _object(where: str, row: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _table(name: str) -> Rows:
-    """The rows of a file with values between commas, all of them text; an empty one is none."""
+    """The rows of a CSV file. All values are text; an empty one is None."""
     with open(name, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:

@@ -30,7 +30,7 @@ def write_problems(
 def problems_to_answer(
     folder: Path, file: Path | None, config: TrainingConfig, say: Callable[[str], None]
 ) -> list[Problem]:
-    """The problems of `file`, or those that a run held out, without any that it trains on.
+    """The problems of `file`, or a run's held-out ones, without any that it trains on.
 
     Raises:
         ValueError: there are none.

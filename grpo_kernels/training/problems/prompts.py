@@ -97,7 +97,7 @@ def short_enough(
     longest: int,
     say: Callable[[str], None],
 ) -> list[Mapping[str, Any]]:
-    """The problems whose prompts have 1 to `longest` tokens; says how many have more, or none.
+    """The problems whose prompts have 1 to `longest` tokens; says how many are left out.
 
     Raises:
         ValueError: no problem is left.

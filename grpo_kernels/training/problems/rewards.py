@@ -31,7 +31,7 @@ from .expressions import timed_out
 Reward = Callable[..., Sequence[float | None]]
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# Keywords that every reward function may name, beside the columns of problems.
+# Keywords that every reward function may name, besides the columns of problems.
 KEYWORDS = ("prompts", "completions", "completion_ids", "transcripts")
 # Errors of a function that takes texts for messages, or messages for texts.
 _SHAPE_ERRORS = (TypeError, IndexError, AttributeError)
@@ -69,7 +69,7 @@ class RewardFunction:
 
 
 class RewardError(StepError, ValueError):
-    """A reward function that failed, or returned what is no reward."""
+    """Error of a reward function: it raised, or returned something else than rewards."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def check_rewards(
             try:
                 text_of("answer", problem.get("answer"))
             except ValueError as error:
-                raise ValueError(f"{error} in {where}[{i}]") from error
+                raise ValueError(f"{error} ({where}[{i}])") from error
 
 
 def reward_table(
@@ -158,7 +158,7 @@ def reward_table(
 
     A function gets copies of its arguments, and only the completions that it judges, with every
     column that one of their problems has, None where another lacks it. `more` are lists with one
-    entry per completion, by keyword; `metrics` are those of the step, None for an evaluation.
+    entry per completion, by keyword; `metrics`: of the step, None for an evaluation.
 
     Raises:
         RewardError: a function raised, or returned another number of values or one that is not
@@ -266,7 +266,7 @@ def _columns(problems: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _keywords(reward: RewardFunction, offered: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """Returns the keywords, of those offered and `metrics`, that a function is called with."""
+    """Returns the keywords that a function is called with, from the offered ones and `metrics`."""
     parameters = inspect.signature(reward.function).parameters.values()
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if "metrics" in by_name:

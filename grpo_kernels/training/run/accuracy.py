@@ -15,7 +15,7 @@ from . import logs
 class Evaluation:
     """Held-out accuracy with its 95 % interval, of one or several completions per problem."""
 
-    answers: list[dict[str, Any]]  # those of a problem are neighbors
+    answers: list[dict[str, Any]]  # sorted by problem
     accuracy: float
     low: float  # the 95 % interval
     high: float
@@ -64,7 +64,7 @@ class Evaluation:
 
 
 def accuracy_of(answers: Sequence[dict[str, Any]], count: int = 1, late: int = 0) -> Evaluation:
-    """Sums up answers, `count` per problem, each of which has `correct` and `reward`.
+    """Sums up answers, `count` per problem, each with `correct` and `reward`.
 
     The interval is over problems, whose completions are not independent of each other.
     """
@@ -89,7 +89,7 @@ def _mean_of(values: Sequence[float]) -> tuple[float, float, float]:
     mean, n = sum(values) / len(values), len(values)
     if set(values) <= {0.0, 1.0}:
         return mean, *wilson_interval(round(sum(values)), n)
-    if n == 1:  # of which nothing is known
+    if n == 1:  # one share says nothing of the others
         return mean, 0.0, 1.0
     variance = sum((value - mean) ** 2 for value in values) / (n - 1)
     half = 1.96 * math.sqrt(variance / n)

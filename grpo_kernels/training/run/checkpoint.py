@@ -77,7 +77,7 @@ def save(
     """Writes the checkpoint of `state["step"]`; returns the error, in all processes, or None.
 
     Args:
-        accelerator: of the processes, of which the main one writes.
+        accelerator: of the processes; the main one writes.
         folder: the run's.
         state: as JSON takes it.
         tensors: state dicts by name, which `weights_only` reads.
@@ -105,7 +105,7 @@ def state_of(path: Path) -> dict[str, Any]:
     """Reads a checkpoint's state, and none of its tensors.
 
     Raises:
-        ValueError: it is none of this library's. No code in it is run.
+        ValueError: it is not a checkpoint of this library. No code in it is run.
     """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -171,7 +171,7 @@ def inputs_of(
         train: problems; like `held_out`, with all of their columns.
         held_out: problems of the evaluations.
         tokenizer: the policy's; it tokenizes all prompts.
-        model: the policy's, whose frozen weights no checkpoint has.
+        model: the policy's; no checkpoint has its frozen weights.
         whole: models that no checkpoint has any weight of. Of each weight some numbers are read.
     """
     problems = [*train, *held_out]
@@ -206,7 +206,7 @@ def _as_text(problem: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (set, frozenset)):  # whose order changes
+    if isinstance(value, (set, frozenset)):  # their order changes
         return sorted(map(repr, value))
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address, which changes
 

@@ -26,7 +26,7 @@ class StepError(RuntimeError):
 
 
 class BadUpdates(RuntimeError):
-    """So many updates in a row had no finite gradient; `checkpoint` is the last one's folder."""
+    """Error of `count` updates in a row without a finite gradient; `checkpoint` is the last one."""
 
     def __init__(self, count: int, checkpoint: Path | None) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""The files of a run in JSON; those that grow by a line have a row per line."""
+"""The files of a run in JSON: one value each, or one row per line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, without lines that are none: a last one that was not finished, damage."""
+    """The rows of a file; skips lines that are not a row (unfinished, damaged)."""
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
@@ -80,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:
-    """Makes a run's folder; removes rows and pages of steps after `step`, and what is not whole."""
+    """Makes a run's folder; removes rows and pages of steps after `step`, and unfinished lines."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", options)
     for name in NAMES:

@@ -58,7 +58,7 @@ class Metrics:
         self._values: dict[str, list[float]] = {}
 
     def register(self, *metrics: Metric) -> None:
-        """Adds metrics, or replaces those of the same name.
+        """Adds metrics; one of the same name is replaced.
 
         Raises:
             ValueError: a name of the library's, or a `merge` that does not exist.
@@ -91,11 +91,11 @@ class Metrics:
         self._values.setdefault(name, []).extend(x for x in numbers if not math.isnan(x))
 
     def clear(self) -> None:
-        """Forgets what was added since the last row, by an evaluation, say."""
+        """Forgets the values since the last row, an evaluation's, say."""
         self._values = {}
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
-        """Returns what was added to the step in all processes, merged, and forgets it."""
+        """Returns the step's values of all processes, merged, and forgets them."""
         values, self._values = self._values, {}
         # Each process merges its own values first: a mean is then one of means with counts.
         local = {name: (self._merged(name, x), len(x)) for name, x in values.items()}
@@ -111,7 +111,7 @@ class Metrics:
         return row
 
     def merge_updates(self, updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
-        """Merges updates, each of which counts once; one that some lack is of the others."""
+        """Merges the metrics of updates, which count once each; some may lack a metric."""
         values: dict[str, list[float]] = {}
         for update in updates:
             for name, value in update.items():
@@ -130,7 +130,7 @@ class Metrics:
         return self._metrics[name].merge if name in self._metrics else "mean"
 
     def _merged(self, name: str, values: list[float]) -> float:
-        """The values' mean, or what else was registered; NaN of no value."""
+        """The values' mean, or the metric's other merge; NaN of no value."""
         if not values:
             return math.nan
         numbers = torch.tensor(values, dtype=torch.float64, device="cpu")

@@ -171,7 +171,7 @@ def observers_of(config: TrainingConfig, accelerator: Accelerator) -> list[Obser
 def introduction(
     config: TrainingConfig, accelerator: Accelerator, policy: Any, problems: int, held_out: int
 ) -> Iterator[str]:  # fmt: skip
-    """A run's first lines: what is trained, on how many problems, and where."""
+    """A run's first lines: the model, the problems, the hardware."""
     policy = accelerator.unwrap_model(policy)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     weights, gemms = DTYPES[config.dtype], ranks.gemm_dtype(config)

@@ -24,14 +24,14 @@ from torch import Tensor
 from ..config import DTYPES, TrainingConfig
 
 _T = TypeVar("_T")
-# Seconds after which a collective beside vLLM fails by itself.
+# Seconds after which a collective fails by itself in a run with vLLM.
 _SAMPLING_S = 2640.0
 # The environment that `accelerate` reads. Some variables are refused: these flags, with which
 # DEEPSPEED_*, FSDP_*, MEGATRON_LM_* and PARALLELISM_CONFIG_* count, and a backend of fp8.
 _SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
 _SHARDED_TYPES = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}
-# Some are overruled: ACCELERATE_MIXED_PRECISION, by `dtype`, and these, of which a run tells. A
-# model that is compiled would be saved under other names.
+# Some are overruled: ACCELERATE_MIXED_PRECISION, by `dtype`, and these, which a run prints. The
+# weights of a compiled model would be saved under other names.
 _OVERRULED = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         "1", "set prompts_per_step (batch) and micro_batch_size (what fits in memory)"
@@ -86,7 +86,7 @@ def check_launch() -> None:
     """Refuses a launch that shards the weights or changes layers, which this loop does not.
 
     Raises:
-        ValueError: names what `accelerate launch` was told to do, and the way out.
+        ValueError: names the launch's option, and the way out.
     """
     for kind in _SHARDING:
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
@@ -104,7 +104,7 @@ def check_launch() -> None:
 
 
 def overruled() -> list[str]:
-    """Returns a line for each thing that `accelerate launch` was told and that a run overrules."""
+    """Returns a line for each option of `accelerate launch` that a run overrules."""
     values = {name: os.environ.get(name, usual).lower() for name, (usual, _) in _OVERRULED.items()}
     return [
         f"{name}={values[name]} is not used: {instead}"

@@ -52,7 +52,7 @@ _CURVES = {
 def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Returns the text of a prompt, or of a chat's last message, whose content may have parts."""
     content = prompt if isinstance(prompt, str) else prompt[-1].get("content")
-    if content is None or isinstance(content, str):  # none beside a call of a tool
+    if content is None or isinstance(content, str):  # None in a message that calls a tool
         return content or ""
     return "".join(str(part.get("text") or "") for part in content)
 
@@ -79,6 +79,8 @@ def _verdict(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
         change = f"rose from {old} to {new}"
     elif _surely_more(first, last):
         change = f"fell from {old} to {new}"
+    elif old == new:
+        change = f"stayed at {old}"
     else:
         change = f"went from {old} to {new}, a difference within chance"
     text = (
@@ -162,7 +164,7 @@ def _name_of(device: torch.device) -> str:
     if hasattr(module, "get_device_name"):
         return str(module.get_device_name(device))
     if device.type != "cpu":
-        return device.type  # Apple's, whose module knows no names
+        return device.type  # Apple's: its module has no names
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((x.partition(": ")[2] for x in lines if x.startswith("model name")), "CPU")
@@ -195,7 +197,7 @@ def _line(kind: str, row: Sequence[object]) -> str:
 
 
 def _accuracies(evaluations: Sequence[Row]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The last evaluation beside the first, and at several samples; and a header."""
+    """A header, then the first and the last evaluation, also by several samples."""
     if not evaluations:
         return [], ()
     now = evaluations[-1]

@@ -1,4 +1,4 @@
-"""`Run`: how far a run is, what a checkpoint keeps of that, and the run's folder."""
+"""`Run`: the progress of a run, its state in a checkpoint, and its folder."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MOST_BAD = 10
 
 
 class _LookedOn(Exception):
-    """An error of one who looks on."""
+    """Error of an observer."""
 
 
 class Run:
-    """State that changes from step to step, but for weights and the optimizer's.
+    """State that changes from step to step, except weights and the optimizer's.
 
     Args:
         config: the run's options.
@@ -52,13 +52,13 @@ class Run:
         self.inputs, self.changing = inputs, changing
         self.interruptions = Interruptions(accelerator)
         self.observers = observers_of(config, accelerator)
-        self.failed: set[str] = set()  # those who look on of which an error was printed
+        self.failed: set[str] = set()  # observers and files whose error was printed
         self.waiting: dict[str, list[Mapping[str, Any]]] = {}  # rows that found no room, by file
         self.watch = Watch(config)
         self.metrics = Metrics()
         self.step = 0  # under way, or the last one
         self.trained = 0  # the last one whose updates were all made
-        self.saved = 0  # the last one of which there is a checkpoint
+        self.saved = 0  # the last one with a checkpoint
         self.within_step = False  # whether weights have moved since the step that is trained
         self.evaluated = True  # False where an evaluation of the step is due
         self.best: dict[str, Any] = {}  # step and accuracy of the best evaluation of the training
@@ -131,7 +131,7 @@ class Run:
             self.look_on(type(observer).__name__, getattr(observer, event), *copies)
 
     def look_on(self, name: str, look: Callable[..., object], *news: Any) -> None:
-        """Shows news to one who looks on, whose errors never end a run: the first is printed."""
+        """Calls an observer. Its errors never end a run; the first is printed."""
         try:
             user_code.call(name, partial(look, *news), _LookedOn)
         except _LookedOn as error:
@@ -148,7 +148,7 @@ class Run:
 
         Raises:
             StepError: they have one completion, or there are other processes, which may have gone
-                on; those are told to stop as well.
+                on and have to stop as well.
         """
         size = self.micro_batch_size
         lower = "max_completion_length" if size == 1 else "micro_batch_size"
@@ -261,9 +261,9 @@ class Run:
         self.best = {name: first[name] for name in ("step", "accuracy") if name in first}
 
     def save(self) -> None:
-        """Writes a checkpoint, if `save_every` lets it; warns where there is none.
+        """Writes a checkpoint unless `save_every` is -1; warns if it could not.
 
-        Of weights that are not finite none is made; where the disk is full, say, training goes on.
+        Weights that are not finite are not saved. Where the disk is full, say, training goes on.
         """
         if self.config.save_every < 0 or self.saved == self.step:
             return

@@ -14,7 +14,7 @@ def call(
     name: str, work: Callable[[], _T], kind: type[Exception],
     hint: Callable[[BaseException], str] = lambda _: "",
 ) -> _T:  # fmt: skip
-    """Returns the work's result; whatever it raises is an error of `kind`, in the name of it.
+    """Returns the work's result; raises its errors as an error of `kind` that begins with `name`.
 
     `exit()` in generated code, the timeouts of some packages and the outcomes of pytest derive
     from BaseException alone. A second signal, which raises KeyboardInterrupt, ends the run.

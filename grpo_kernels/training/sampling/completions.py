@@ -1,4 +1,4 @@
-"""Records of sampling: what is asked for, what comes back, and the checks of it."""
+"""Records of sampling, `SamplingParams` and `Completion`, and checks of completions."""
 
 from __future__ import annotations
 
@@ -62,9 +62,26 @@ class Completion:
         pairs = zip(self.token_ids, self.sampled_flags, strict=True)
         return [token for token, sampled in pairs if sampled]
 
+    def joined(self, written: Sequence[int], more: Completion) -> Completion:
+        """This completion, tokens that a tool wrote after it, and what the policy sampled then.
+
+        Log-probs and kept sets are there if both completions have them; `ce_weights` are not set.
+        """
+        gap, support = len(written), None
+        logps = self.logps and more.logps and [*self.logps, *[0.0] * gap, *more.logps]
+        if self.support is not None and more.support is not None:
+            (kept, offsets), (last_kept, last) = self.support, more.support
+            no_set = offsets[-1:].expand(gap)
+            offsets = torch.cat([offsets, no_set, offsets[-1] + last[1:]])
+            support = Support(torch.cat([kept, last_kept]), offsets)
+        return Completion(
+            [*self.token_ids, *written, *more.token_ids], more.ended, logps, support,
+            [*self.sampled_flags, *[False] * gap, *more.sampled_flags],
+        )  # fmt: skip
+
 
 class RolloutError(StepError, ValueError):
-    """Error of a rollout that cannot go on, or that returned something else than completions."""
+    """Error of a rollout that cannot go on, or that did not return completions."""
 
 
 def check_completion(name: str, one: object, vocabulary: int, longest: int) -> None:
@@ -84,7 +101,7 @@ def check_completion(name: str, one: object, vocabulary: int, longest: int) -> N
     if longest < T:
         raise RolloutError(
             f"{name}.token_ids: expected at most max_completion_length = {longest} tokens, "
-            f"those of tools included; got {T}"
+            f"tool output included; got {T}"
         )
     for what, numbers in (("logps", one.logps), ("ce_weights", one.ce_weights)):
         bad = [x for x in numbers or () if not _passes(math.isfinite, x)]
@@ -118,7 +135,7 @@ def _check_offsets(name: str, support: object, T: int) -> None:
 
 
 def _passes(check: Callable[[Any], bool], number: Any) -> bool:
-    """True for a number that passes a check; False for a bool and for what is no number."""
+    """True for a number that passes a check; False for a bool or anything else."""
     try:
         return not isinstance(number, bool) and check(number)
     except (TypeError, ValueError):

@@ -31,18 +31,18 @@ from .completions import (
 class Rollout(Protocol):
     """Samples from the policy as it is now, in this process or on a server.
 
-    A rollout may have two more attributes, or hand on those of the rollout that it wraps:
+    A rollout may have two more attributes, its own or those of a rollout that it wraps:
 
     - `update_weights()`, if it keeps a copy of the weights: takes the policy's. The trainer calls
       it, in every process, after the weights have changed and before completions are sampled.
-    - `sampler_dtype`, if nothing is to be trained on samples whose log-probs are not the policy's:
-      the dtype that explains a gap, as torch calls it. None: any gap is explained.
+    - `sampler_dtype`: the dtype that it samples in, as torch calls it. The run then stops if the
+      rollout's log-probs differ from the policy's by more than this dtype's rounding. None: never.
     """
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
-        """Returns `count` completions per prompt, in one list; those of a prompt are neighbors.
+        """Returns `count` completions per prompt, in one list sorted by prompt.
 
         Prompts are token ids. A rollout with a parameter `problems` gets the problems of the
         prompts by this keyword, as copies.
@@ -145,14 +145,14 @@ class Sampler:
 
     @property
     def sampler_dtype(self) -> str | None:
-        """The dtype that explains a gap to the rollout's log-probs; None: any gap is explained."""
+        """The rollout's dtype, whose rounding a gap may come from; None: any gap is allowed."""
         return getattr(self.rollout, "sampler_dtype", None)
 
     def __call__(
         self, problems: Sequence[Mapping[str, Any]], count: int, temperature: float, *,
         record_support: bool = False, length: int | None = None,
     ) -> list[Completion]:  # fmt: skip
-        """Returns `count` completions per problem; those of a problem are neighbors.
+        """Returns `count` completions per problem, sorted by problem.
 
         `length`: tokens of each, at most; None: `max_completion_length`.
 

@@ -1,6 +1,6 @@
 """`VLLMRollout`: completions by vLLM in this process, which gets the weights.
 
-Who wants vLLM as a server has a trainer with one, verl or TRL, whose head this library can be.
+For vLLM as a server take TRL or verl, which can use this library's head.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class VLLMRollout:
 
     @property
     def sampler_dtype(self) -> str | None:
-        """The dtype that explains a gap between the log-probs of vLLM and of the policy.
+        """The dtype whose rounding a gap between the log-probs of vLLM and policy may come from.
 
         None where truncation explains it, as one of the two is over the whole vocabulary.
         """
@@ -139,7 +139,7 @@ class VLLMRollout:
         return torch.autocast(self.accelerator.device.type, enabled=False)
 
     def _in_all_processes(self) -> Any:
-        """A block whose error, in one process, is a `RolloutError` in all."""
+        """Raises an error of the block, in one process, as a `RolloutError` in all."""
         return ranks.raise_on_all_ranks(self.accelerator, RolloutError, others="")
 
     def _request(self, count: int, sampling: SamplingParams) -> dict[str, Any]:

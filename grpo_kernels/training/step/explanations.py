@@ -20,7 +20,7 @@ from .samples import Samples, Update, loss_options
 
 
 class Explanations:
-    """Pages of every `explain_every` steps, and of those whose gradient norm or KL jumps.
+    """Pages of every `explain_every` steps, and of steps where the gradient norm or KL jumps.
 
     With several processes they show the main one's completions.
     """
@@ -47,7 +47,7 @@ class Explanations:
     ) -> None:  # fmt: skip
         """Writes the page of a step, with its largest update, and prints where it is.
 
-        A spike is a warning; a page that was asked for is none.
+        A spike is a warning, a page by `explain_every` is not.
 
         Args:
             run: at the step.

@@ -77,14 +77,14 @@ def num_items(config: GRPOLossConfig, update: Size, world: int) -> float:
     Args:
         config: says what the loss is averaged over.
         update: its size, over all processes.
-        world: the number of processes, whose gradients are averaged, not summed.
+        world: the number of processes; their gradients are averaged, not summed.
     """
     by_tokens = config.effective_aggregation in TOKEN_MEANS
     return (update.tokens if by_tokens else update.rows) / world
 
 
 def config_of_part(config: GRPOLossConfig, part: Size, update: Size, world: int) -> GRPOLossConfig:
-    """Returns the config of a part, whose entropy bonus is a mean over the part's tokens.
+    """Returns the config of a part: its entropy bonus is a mean over the part's tokens.
 
     A part without tokens has a bonus, too, so that every process computes entropies or none does.
     """

@@ -1,4 +1,4 @@
-"""`Policy`: a causal language model whose loss, log-probs and samples all come from its forward.
+"""`Policy`: a causal language model; loss, log-probs and samples all come from its forward.
 
 DDP reduces the gradients of a forward of the module that it wraps, and of nothing else. So the head
 and the loss are computed inside this one.
@@ -35,7 +35,7 @@ class Batch:
     prompt_of: Tensor  # [B], int64, row of `prompts`
     completions: Tensor  # [B, T], int64, padded on the right
     attention: Tensor  # [B, T], int64: the tokens that are there, which the model sees
-    mask: Tensor  # [B, T], int64: those that count in the loss
+    mask: Tensor  # [B, T], int64: tokens that count in the loss
     support: Support | None = None  # of the B * T tokens: the sets that they were sampled from
 
     @staticmethod
@@ -111,7 +111,7 @@ class Policy(nn.Module):
     def loss(
         self, batch: Batch, advantages: Tensor, config: GRPOLossConfig, **options: Any
     ) -> GRPOLossOutput:
-        """Computes the loss of the completions; `options` are those of `fused_grpo_loss`."""
+        """Computes the loss of the completions, with `options` of `fused_grpo_loss`."""
         hidden = self.hidden(batch)
         return fused_grpo_loss(
             hidden, self.head(hidden), batch.completions, advantages, batch.mask, config=config,
@@ -211,7 +211,7 @@ class Policy(nn.Module):
 
 @contextmanager
 def _without_sampling_defaults(*models: Any) -> Iterator[None]:
-    """Leaves out the models' own options of `generate`, but for ids of tokens and the cache.
+    """Leaves out the models' own options of `generate`, except token ids and the cache.
 
     With their penalties, cutoffs or beams, samples would not be the policy's.
     """
@@ -243,8 +243,8 @@ def without_dropout(policy: Policy) -> Policy:
 def misses_parameters(model: nn.Module, ids: Tensor) -> bool:
     """True if logits of a text do not depend on some trained parameter.
 
-    An image tower's, say, or those of experts that the text is not routed to. A step of DDP waits
-    for the gradients of all parameters, unless it is to look for these.
+    Such are weights of an image tower, and of experts that the text is not routed to. A step of DDP
+    waits for the gradients of all parameters, unless it looks for these.
     """
     ids = ids.to(next(model.parameters()).device)
     with torch.enable_grad():

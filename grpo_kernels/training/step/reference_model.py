@@ -1,4 +1,4 @@
-"""`ReferenceModel`: the policy from which the KL is measured."""
+"""`ReferenceModel`: the model that the KL measures the distance to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReferenceModel:
     ) -> None:
         self.accelerator = accelerator
         self.copy: Any = None
-        # Models that no checkpoint has: another one, or the one that this began as a copy of.
+        # The model that no checkpoint has: another one, or the original of this copy.
         self.origin = [other or model] if other is not None or not config.lora_rank else []
         if other is not None:
             self.copy = self._placed(other, config)
@@ -63,7 +63,7 @@ class ReferenceModel:
             weight.copy_(trained[name])
 
     def _moving(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The copy's parameters but for those that it shares with the policy."""
+        """The copy's own parameters, which it does not share with the policy."""
         return ((n, p) for n, p in self.copy.named_parameters() if id(p) not in self._shared)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ class ReferenceModel:
 
 
 def check_tokens(name: str, tokenizer: Any) -> None:
-    """Refuses a reference whose tokenizer has other tokens than the policy's.
+    """Refuses a reference with another tokenizer than the policy's.
 
     Added tokens are not compared, as a chat model may rename a base model's; nor is anything where
     the reference comes without a tokenizer.

@@ -1,7 +1,7 @@
 """The row of a step: metrics of its rollout, of its updates and of its time.
 
-The metrics of an update are those of one call of the loss on the log-probs of all processes:
-however the update was cut into micro-batches and among processes, they are the same.
+One call of the loss, on the log-probs of all processes, makes the metrics of an update. They do not
+depend on how it was cut into micro-batches and among processes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def step_row(
     """Makes a step's row of metrics, over all processes.
 
     Args:
-        samples: those of this process.
+        samples: of this process.
         labels: of the reward functions.
         updates: metrics of the step's updates.
-        run: whose step it is.
+        run: at the step.
         clock: has the step's seconds.
     """
     add_samples(run.metrics, samples, labels, run.config)
@@ -55,7 +55,7 @@ def step_row(
 def add_samples(
     metrics: Metrics, samples: Samples, labels: Sequence[str], config: TrainingConfig
 ) -> None:
-    """Adds what is known of a rollout before its updates.
+    """Adds the metrics of a rollout before its updates.
 
     Completions that no function scored are in no figure.
     """
@@ -77,7 +77,7 @@ def add_samples(
 
 
 def support_metrics(sizes: Tensor) -> dict[str, float]:
-    """Metrics of the supports of a rollout, of which `sizes` are those of the kept sets."""
+    """Metrics of the supports of a rollout, from the sizes of its kept sets."""
     if not len(sizes):
         return {}
     sizes = sizes.cpu().double()
@@ -95,7 +95,7 @@ def update_metrics(
     """Computes the metrics of an update's loss, over all processes; each makes this call.
 
     Args:
-        samples: those of this process.
+        samples: of this process.
         scores: log-probs under other policies.
         rows: this process's completions in the update.
         policy: `[B, T]` `logps`, `entropy` and, if it is exact, `kl` of the policy at its tokens.

@@ -74,7 +74,7 @@ class Samples:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each completion, those of tools included."""
+        """The number of tokens of each completion, tool output included."""
         return [len(c.token_ids) for c in self.completions]
 
     def size(self, rows: Sequence[int]) -> Size:
@@ -179,7 +179,7 @@ def samples_of(
     Args:
         problems: with all of their columns.
         prompts: token ids of each problem.
-        completions: those of a problem are neighbors.
+        completions: sorted by problem.
         judged: what `Samples` has of the completions by the names of its fields: `texts`,
             `transcripts`, `rewards`, `rewards_total`, `correct` and `timed_out`.
         config: of the run.

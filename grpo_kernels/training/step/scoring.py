@@ -20,8 +20,8 @@ from .policy import Batch
 from .reference_model import ReferenceModel
 from .samples import Samples, Scores
 
-# By the dtype that sampled, the mean gap to its log-probs that is always explained, and the one
-# that never is. Between them, up to so many times the first step's, whose weights are the model's.
+# By the sampler's dtype: the mean gap to its log-probs that is always rounding, and the one that
+# never is. Between the two a gap may be this many times the first step's.
 GAPS = {"float32": (1e-4, 0.03), "float16": (0.02, 0.1), "bfloat16": (0.1, 0.3)}
 TIMES_THE_FIRST_GAP = 4.0
 
@@ -60,7 +60,7 @@ class Scorer:
             return list(rows)
         trainable = [i for i in rows if samples.may_train[i]]
         if first_update and samples.sampling_logps is not None and not trainable:
-            # Some rows all the same, whose gradient is 0: they tell the gap to the sampler.
+            # A few rows with gradient 0, to measure the gap to the sampler.
             return [i for i in rows if samples.token_counts[i]][: c.micro_batch_size]
         return trainable
 
