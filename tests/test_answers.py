@@ -74,6 +74,9 @@ def test_number_of(text, expected):
         ("3/4 cup", "0.75", True), ("60 miles/hour", "60", True), (r"5\text{ feet}", "5", True),
         ("$18 each", "18", True), ("5 million", "5", False), ("5", "50 percent", False),
         ("7 apples and 8", "7", False), ("-7 apples", "7", False),
+        ("5 cm", "5 m", False), ("5 kg", "5 g", False), ("12 cm", "12", True), ("5 in", "5", True),
+        ("60 km/h", "60", True), ("60 km/h", "60 m/s", False), ("5 m", "5 meters", False),
+        ("50 percent", "50%", True), ("5 degrees", "5\xb0", True),
         # Letters of words are no factors.
         ("olleh", "hello", False), ("silent", "listen", False), ("on", "no", False),
         ("Ture", "True", False), ("a*c*t", "cat", False), ("(silent)", "listen", False),
@@ -86,6 +89,7 @@ def test_number_of(text, expected):
         ("10.5", "10:30", False), ("10:3", "10:30", False), ("6:4", "3:2", False),
         ("1.5", "3:2", False), ("2021", "2024-01-02", False), ("2024-02-01", "2024-01-02", False),
         ("1/2/2024", "2/1/2024", False), ("2:30", "2:30 pm", False),
+        ("3 pm", "3 am", False), ("3 p.m.", "3 a.m.", False), ("3pm", "3pm", True),
         # Spellings change nothing.
         (r"\text{Paris}", "Paris", True), ("Paris.", "Paris", True), ("$x$", "x", True),
         ("cat,dog", "cat, dog", True), ("10 : 30", "10:30", True), ("1{,}450", "1450", True),
@@ -116,6 +120,9 @@ MATRIX = (
         ("[1, 2)", "[1,2)", True), ("(1,2)", "[1,2]", False), ("x\u22121", "x-1", True),
         ("2.5 + 3", "5.5", True), ("10^3", "1e3", True), (r"1.5 \times 10^{-3}", "1.5e-3", True),
         ("x=1 and x=2", "x=1, x=2", True), (r"90^\circ", "90", True), ("5!", "120", True),
+        # As code has them.
+        ("2pi", r"2\pi", True), ("2*sqrt(3)", r"2\sqrt{3}", True), ("x**2", "x^2", True),
+        ("10^-3", "0.001", True), ("10^-3", "10", False),
         (MATRIX.replace(r"\frac", r"\dfrac").replace(" & ", "&"), MATRIX, True),
         (MATRIX.replace("-", ""), MATRIX, False), ("+".join("1" * 90), "90", True),
     ),

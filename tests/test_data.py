@@ -159,6 +159,13 @@ def test_a_folder_of_save_to_disk(splits, tmp_path):
     assert [len(train), len(held_out)] == ([10, 10] if splits else [8, 2])
 
 
+def test_a_list_may_begin_with_a_mark_and_an_ending_be_in_capitals(tmp_path):
+    rows = numbered("", range(2))
+    (tmp_path / "a.JSON").write_text("\ufeff" + json.dumps(rows))
+    problems = data.problems_of(str(tmp_path / "a.JSON"), config_of())
+    assert answers_of(problems) == [0, 1]
+
+
 def test_no_type_of_a_table_is_guessed(tmp_path):
     """Spreadsheets write a mark before the first column."""
     path = tmp_path / "a.csv"
@@ -309,10 +316,10 @@ def test_problems_that_are_held_out_are_not_trained_on(eval_size, tmp_path, capl
     assert "4 of 10 problems to train on are left out: their prompts are held out" in caplog.text
 
 
-def test_prompts_are_the_same_in_any_order_of_keys_and_as_list_or_tuple():
-    user = {"role": "user", "content": "a"}
-    train = [{"prompt": [user]}, {"prompt": "b"}]
-    for prompt in ((user,), [dict(reversed(user.items()))]):
+def test_prompts_are_the_same_in_any_order_of_keys_with_any_white_space_and_as_list_or_tuple():
+    user = {"role": "user", "content": "a b"}
+    train = [{"prompt": [user]}, {"prompt": "ab"}]
+    for prompt in ((user,), [dict(reversed(user.items()))], [user | {"content": "a\n b "}]):
         said = []
         assert data.not_held_out(train, [{"prompt": prompt}], said.append) == train[1:]
         assert said[0].startswith("1 of 2 problems to train on are left out")

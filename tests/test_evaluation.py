@@ -141,7 +141,8 @@ def test_options_that_an_evaluation_does_not_need_are_not_read(run, capsys):
 def test_what_was_trained_on_is_not_answered(trained, run, tmp_path, capsys):
     """Whatever the file is called, and the columns are."""
     new = [{"question": "9 + 9?", "answer": "9\n#### 18"}]
-    path = write_rows(tmp_path / "a.jsonl", SUMS + new)
+    spaced = [problem | {"question": f"{problem['question']} "} for problem in SUMS]
+    path = write_rows(tmp_path / "a.jsonl", spaced + new)
     folder = evaluate.main([str(run), "--problems", path, "--num_samples", "0"])
     assert f"16 of 21 problems of {path} are left out" in capsys.readouterr().out
     answers = answers_of(folder)
@@ -169,7 +170,8 @@ REFUSED = {
     "no temperature": (["run", "--temperature", "0"], "temperature: expected a number > 0; got 0"),
     "a folder that is there": (["run", "--output", "empty"], "output: empty exists already: pass"),
     "trained on": (["run", "--problems", "train.jsonl"], "train.jsonl has no problem that the run"),
-    "no file": (["run", "--problems", "a.jsonl"], ".*a.jsonl does not exist"),
+    "no file": (["run", "--problems", "a.jsonl"], "problems: expected a file .* a.jsonl is none"),
+    "a folder of problems": (["run", "--problems", "run"], "problems: expected a file .* run is"),
     "other columns": (["run", "--problems", "odd.jsonl"], "dataset: expected a column question"),
     "other rewards": (["run", "--problems", "named.jsonl"], r"rewards: the column .*\[0\] is 'x'"),
     "none held out": (["bare"], "bare/held_out.jsonl does not exist: .*: pass --problems FILE"),

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -209,6 +210,7 @@ def status_of(*argv):
         ((*VLLM, "--vllm_gpu_memory_utilization", "1.0"), 1, ["Smaller: "]),
         ((*VLLM, "--cpu"), 2, ["gpu: expected none with cpu; got '3090'"]),
         (("--gpu", "a100"), 0, ["Predicted, never measured: 100 steps take at least", "sampling"]),
+        (("--gpu", "b200"), 0, ["fits into 179 GiB"]),
         ((), 0, ["TFLOP"]),
         (("--gpu", "5"), 2, ["t4", "h200"]),
         (("--processes", "2.5"), 2, ["processes"]),
@@ -220,6 +222,10 @@ def test_the_command_says_whether_it_fits(flags, status, told, tmp_path, capsys)
     assert status_of("--model", str(tmp_path), *flags) == status
     said = capsys.readouterr()
     assert all(text in said.out + said.err for text in told)
+
+
+def test_every_card_can_be_named():
+    assert {*get_args(get_args(get_type_hints(memory.Forecast)["gpu"])[0])} == {*CARDS}
 
 
 # Recipes

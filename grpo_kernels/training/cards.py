@@ -22,15 +22,22 @@ class Card(NamedTuple):
     gb_per_s: float  # of its memory
 
 
-# NVIDIA's data sheets of T4, A100 80GB SXM, H100 SXM and H200 SXM; the whitepapers of GA102 and of
-# the Ada architecture for 3090 and 4090. Error correction takes 1 of a T4's 16 GiB.
+# NVIDIA's data sheets, of the SXM cards where there are several; the whitepapers of GA102, Ada and
+# Blackwell for 3090, 4090 and 5090; Baseten's table for AWS's A10G. Error correction takes a
+# sixteenth of the memory of T4, L4, A10G and L40S.
 CARDS = {
     "t4": Card(15, 65, 8.1, 320),
+    "l4": Card(22.5, 121, 30.3, 300),
+    "a10g": Card(22.5, 70, 35, 600),
     "3090": Card(24, 71, 35.6, 936),
     "4090": Card(24, 165, 82.6, 1008),
+    "5090": Card(32, 209, 104.8, 1792),
+    "l40s": Card(45, 362, 91.6, 864),
+    "a6000": Card(48, 155, 38.7, 768),
     "a100": Card(80, 312, 19.5, 2039),
     "h100": Card(80, 989, 67, 3350),
     "h200": Card(140, 989, 67, 4800),
+    "b200": Card(179, 2250, 80, 8000),
 }
 
 

@@ -109,7 +109,8 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         known = [flag[2:] for action in self._actions for flag in action.option_strings]
-        for name in re.findall(r"(?<=--)\w+|(?<=Option ')\w+", message):
+        for name in re.findall(r"(?<=--)\w+|(?<=Option ')[\w-]+", message):
+            name = name.replace("-", "_")
             if name in ELSEWHERE:
                 message = f"--{name} does not exist here. {ELSEWHERE[name]}"
             elif name not in known and (near := get_close_matches(name, known)):

@@ -127,6 +127,8 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, least in (("num_samples", 0), ("max_completion_length", 1)):
         if getattr(flags, name) is not None and getattr(flags, name) < least:
             parser.error(f"{name}: expected at least {least}; got {getattr(flags, name)}")
+    if flags.problems and not flags.problems.is_file():
+        parser.error(f"problems: expected a file of problems; {flags.problems} is none")
     if flags.output and flags.output.exists():
         parser.error(f"output: {flags.output} exists already: pass a new folder")
     return flags

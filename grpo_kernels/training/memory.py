@@ -265,9 +265,10 @@ def _bytes(x: torch.Tensor) -> int:
 class Forecast(TrainingConfig):
     """The options of a run, and its hardware."""
 
-    gpu: Literal["t4", "3090", "4090", "a100", "h100", "h200"] | None = None
+    gpu: Literal["t4", "l4", "a10g", "3090", "4090", "5090", "l40s", "a6000", "a100", "h100",
+                 "h200", "b200"] | None = None  # fmt: skip
     """GPU of each process, to say whether the run fits (exit status 1 if not) and how long it
-    takes: t4, 3090, 4090, a100 (80 GB), h100 or h200; None: any."""
+    takes; a100 has 80 GB. None: another, with whose memory you compare the peak."""
     cpu: bool = False
     """Predict a run on a CPU."""
     processes: int = 1

@@ -15,27 +15,30 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _PART = rf"((?:{_DIGITS})(?:[eE][+-]?\d{{1,3}})?)"
 _NUMBER = re.compile(rf"([+-]?)[$€£]?([+-]?){_PART}(?:\s?/\s?{_PART})?\s?%?\.?", re.ASCII)
 _EXPONENT = re.compile(r"[\d.,]+[eE][+-]?\d+", re.ASCII)
+# Units of fewer than three letters, which could be factors: by math-verify 5 cm is 5 m.
+_UNIT = r"(?:[mcdk]?m|cc|in|ft|yd|mi|[mk]?g|lb|oz|[mcd]?[lL]|ms|s|h|hr|yr)"
 # A number of things or of a unit. 5 million is another number than 5.
 _QUANTITY = re.compile(
     r"([-+$€£\d.,/ ]*\d)\s*(?!(?:hundred|thousand|million|billion|trillion|dozen|percent|or|and)\b)"
-    r"(°|[^\W\d_]{3,}(?:[ /-][^\W\d_]+)*)"
+    rf"(°|[^\W\d_]{{3,}}(?:[ /-][^\W\d_]+)*|{_UNIT}(?:/{_UNIT})?)"
 )
 # Spellings that change nothing: `\text{yes}`, `1{,}450`, `50\%`, `5\,m`, `$x$`, `(1, 2)`.
 _SPELLINGS = (
     (r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\$]*)\}", r"\1"), (r"\{,\}", ","),
     (r"\\([%$])", r"\1"), (r"\\[,;:! ]", " "), ("[\u2212\u2010\u2011]", "-"),
     (r"^\$+([^$]+)\$+$", r"\1"), (r"\s+", " "), (r"(?<=\W) | (?=\W)", ""),
+    (r"(?<=\d) percent$", "%"), (r"(?<=\d) degrees?$", "°"),
 )  # fmt: skip
 # Letters that are neither words nor factors.
 _COMMANDS = re.compile(
     r"\\begin\{\w+\*?\}(?:\{[clr|]+\})?|\\(?:end|operatorname|mathbb|mathcal)\{\w+\*?\}|\\[a-zA-Z]+"
-    r"|\b(?:sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|lg|exp|sqrt|pi|inf"
-    r"|infty|min|max|gcd|lcm|mod|det|and|or)(?![a-zA-Z])"
+    r"|(?<![^\W\d_])(?:sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|lg|exp"
+    r"|sqrt|pi|inf|infty|min|max|gcd|lcm|mod|det|and|or)(?![a-zA-Z])"
 )
-# A word; a code, `A1` or `AB-12`; a time or a ratio; a date.
+# A word; a code, `A1` or `AB-12`; a time or a ratio, 3 pm as well; a date.
 _TEXT = re.compile(
-    r"[^\W\d_]{3}|[^\W\d_]{2}-|-[^\W\d_]{2}|[^\W\d_]\d|\d:\d|\d{4}-\d{1,2}-\d{1,2}"
-    r"|\d{1,2}([-/.])\d{1,2}\1\d{2}"
+    r"[^\W\d_]{3}|[^\W\d_]{2}-|-[^\W\d_]{2}|[^\W\d_]\d|\d:\d|\d ?[AaPp]\.?[Mm]\b"
+    r"|\d{4}-\d{1,2}-\d{1,2}|\d{1,2}([-/.])\d{1,2}\1\d{2}"
 )
 _TWO_LETTERS = re.compile(r"[^\W\d_]{2}")
 # An operator, also of Unicode, a command of LaTeX, or a letter as a factor (`2x`).

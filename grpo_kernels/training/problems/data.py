@@ -99,8 +99,16 @@ def not_held_out(
 
 
 def prompt_key(problem: Problem) -> str:
-    """A text for problems of the same prompt: files order a message's keys as they please."""
-    return json.dumps(problem.get("prompt"), sort_keys=True, default=repr)
+    """A text for problems of the same prompt, but for white space and the order of keys."""
+    return json.dumps(_squeezed(problem.get("prompt")), sort_keys=True, default=repr)
+
+
+def _squeezed(prompt: Any) -> Any:
+    if isinstance(prompt, str):
+        return " ".join(prompt.split())
+    if isinstance(prompt, Mapping):
+        return {key: _squeezed(value) for key, value in prompt.items()}
+    return [_squeezed(part) for part in prompt] if isinstance(prompt, list | tuple) else prompt
 
 
 def final_answer(solution: str) -> str:
@@ -165,7 +173,7 @@ def _is_function(name: str) -> bool:
 def _is_file(name: str) -> bool:
     """True for the name of a file or folder, which need not exist."""
     separators = name.count("/") + name.count(os.sep) * (os.sep != "/")
-    looks = Path(name).suffix in FORMATS or separators > 1 or name.startswith((".", "/"))
+    looks = Path(name).suffix.lower() in FORMATS or separators > 1 or name.startswith((".", "/"))
     return bool(name) and (looks or Path(name).exists())
 
 

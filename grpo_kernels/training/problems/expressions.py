@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,11 @@ from functools import cache, lru_cache
 # no clock for that, and limits the time that passes; nor does it limit memory, as macOS does not.
 SECONDS = 5.0
 BYTES = 2 << 30
+# Spellings of code as those of LaTeX, in which `10^-3` is 10 to the minus, times 3.
+_LATEX = (
+    (r"\*\*", "^"), (r"\^(-?\d+)", r"^{\1}"), (r"(?<![\\a-zA-Z])(pi|sqrt)(?![a-zA-Z])", r"\\\1"),
+    (r"\\sqrt\(([^()]*)\)", r"\\sqrt{\1}"),
+)  # fmt: skip
 
 
 class MathVerify:
@@ -115,13 +121,19 @@ if hasattr(os, "register_at_fork"):  # a forked process starts a worker of its o
     os.register_at_fork(after_in_child=_math_verify.cache_clear)
 
 
+def _latex(expression: str) -> str:
+    for code, latex in _LATEX:
+        expression = re.sub(code, latex, expression)
+    return expression
+
+
 def _serve(seconds: float) -> None:
     """Compares the pairs of expressions on standard input, one per line."""
     del sys.path[0]  # this folder, which math-verify must not import from
     import math_verify
 
     def same(right: str, answer: str) -> bool:
-        sides = [math_verify.parse(f"${x}$", parsing_timeout=None) for x in (right, answer)]
+        sides = [math_verify.parse(f"${_latex(x)}$", parsing_timeout=None) for x in (right, answer)]
         return bool(math_verify.verify(*sides, timeout_seconds=None))
 
     replies, sys.stdout = sys.stdout, sys.stderr

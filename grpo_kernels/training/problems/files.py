@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,9 +21,9 @@ def rows_of_file(name: str) -> Rows:
     """
     if not Path(name).is_file():
         raise ValueError(f"dataset: expected a file or folder; {name} does not exist")
-    if Path(name).suffix not in FORMATS:
+    if (ending := Path(name).suffix.lower()) not in FORMATS:
         raise ValueError(f"dataset: expected a file {', '.join(FORMATS)}; got {name}")
-    return FORMATS[Path(name).suffix](name)
+    return FORMATS[ending](name)
 
 
 def splits_of_folder(name: str) -> Mapping[str, Rows]:
@@ -39,8 +40,10 @@ def splits_of_folder(name: str) -> Mapping[str, Rows]:
         read = datasets.load_from_disk if saved else datasets.load_dataset
         loaded = read(str(folder))
     except Exception as error:  # each reader raises its own
+        # `datasets` says what happened in the cause, in many lines.
+        why = " ".join(str(error.__cause__ or error).split())
         raise ValueError(
-            f"dataset: expected a dataset in the folder {name}; {type(error).__name__}: {error}"
+            f"dataset: expected a dataset in the folder {name}; {type(error).__name__}: {why:.200}"
         ) from error
     if isinstance(loaded, datasets.Dataset):
         return {"": numbered(loaded, name)}
@@ -68,7 +71,7 @@ def _lines(name: str) -> Rows:
 
 def _list(name: str) -> Rows:
     """The rows of a file with a list of objects; of one with an object per line as well."""
-    content = Path(name).read_bytes()
+    content = Path(name).read_bytes().removeprefix(codecs.BOM_UTF8)
     if not content.lstrip().startswith(b"["):
         yield from _lines(name)
         return
