@@ -28,7 +28,7 @@ from grpo_kernels.training.problems.prompts import (
     short_enough,
 )
 from grpo_kernels.training.run import report
-from grpo_kernels.training.run.run import place_of
+from grpo_kernels.training.run.schedule import place_of
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
 
