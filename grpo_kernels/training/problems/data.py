@@ -183,7 +183,7 @@ def _from_function(config: TrainingConfig) -> tuple[list[Problem], list[Problem]
         raise ValueError(
             f"{error}; a dataset on the hub is OWNER/NAME, its configuration dataset_config"
         ) from error
-    call = partial(user_code.call, f"dataset {name}", kind=DatasetError)
+    call = partial(user_code.call, f"dataset: {name}", kind=DatasetError)
     returned = call(partial(function, config))
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise DatasetError(
