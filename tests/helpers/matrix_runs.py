@@ -9,6 +9,7 @@ import torch
 
 from grpo_kernels.training import Completion, load_model
 from grpo_kernels.training.problems.rewards import as_text
+from grpo_kernels.training.run import report
 from grpo_kernels.training.run.interruptions import StepError
 from tests.helpers import fake_vllm, plain_loop
 from tests.helpers.trainer_runs import config_of, no_curves, rows_of, support_around, trainer_of
@@ -78,6 +79,7 @@ class Run:
             own = None if config.rollout == "vllm" else lambda policy: Scripted()
             self.loaded, self.steps, self.watched = [], [], Watched()
             patch.setattr(datasets, "load_dataset", self.load_dataset)
+            patch.setattr(report, "write_environment", lambda _: None)  # takes long
             # A run that goes on is one after the first step.
             for steps in (1, config.steps) if config.resume else (config.steps,):
                 model, tokenizer = load_model(replace(config, chat=False))
