@@ -90,7 +90,7 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
     from trl import GRPOConfig, GRPOTrainer
 
     from grpo_kernels.training.problems.rewards import resolve_rewards
-    from grpo_kernels.training.run.run import place_of
+    from grpo_kernels.training.run.schedule import place_of
 
     rows: list[dict[str, float]] = []
 

@@ -13,6 +13,7 @@ from datetime import datetime
 from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -28,7 +29,7 @@ from grpo_kernels.training.problems.prompts import (
     short_enough,
 )
 from grpo_kernels.training.run import report
-from grpo_kernels.training.run.run import place_of
+from grpo_kernels.training.run.schedule import place_of
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
 
@@ -260,6 +261,29 @@ def test_what_is_no_dataset_is_refused(name, rows, options, message, tmp_path, m
         with pytest.raises(ValueError, match=f"^rewards: {message}") as error:
             rewards.resolve_rewards([name])
         assert "on the hub" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    (
+        (lambda _: sys.exit(0), "mine:made: SystemExit: 0"),
+        (lambda _: int("x"), "mine:made: ValueError: invalid literal"),
+        (lambda _: ((1 / 0 for _ in "a"), []), "mine:made: ZeroDivisionError"),
+        (lambda _: [], r"expected the problems to train on and those .*, of mine:made; got \[\]"),
+        (lambda _: (["a"], []), "expected a dict; got 'a' in problem 0 to train on of mine:made"),
+    ),
+)
+def test_a_dataset_function_that_fails_is_named(function, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(made=function))
+    with pytest.raises(ValueError, match=f"^dataset: {message}"):
+        load_problems(config_of(dataset="mine:made"))
+
+
+def test_a_module_that_ends_the_process_is_named(tmp_path, monkeypatch):
+    (tmp_path / "ending.py").write_text("exit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"got 'ending:f' \(SystemExit: 0\)"):
+        load_problems(config_of(dataset="ending:f"))
 
 
 def test_a_name_without_its_owner_is_taken_for_a_module():

@@ -63,7 +63,9 @@ def test_rewards_that_are_none(function, error):
         reward_table([RewardFunction("it", "it", function)], [{"prompt": "p"}] * 3, ["a", "b", "c"])
 
 
-FAILING = ("reward function noise", "is_correct", "rollout", "rollout's weights", "on_step")
+FAILING = (
+    "reward function noise", "is_correct", "rollout", "rollout's weights", "on_step", "loss_type",
+)  # fmt: skip
 
 
 class Outcome(BaseException):
@@ -99,6 +101,7 @@ def test_who_fails_is_told_and_leaves_a_checkpoint(who, error, message, make):
     options = {
         "log-probs": {"is_correction": "token_truncate", "rollout": lambda _: Scored()},
         "policy": {"rollout": "generate"},
+        "loss_type": {"loss_type": failing("loss_type", lambda x: -x.advantages * x.logps)},
     }  # fmt: skip
     trainer = make(
         rewards={"noise": failing("reward function noise", noise)},
@@ -108,7 +111,7 @@ def test_who_fails_is_told_and_leaves_a_checkpoint(who, error, message, make):
     trainer.policy.forward = failing("policy", trainer.policy.forward)
     trainer.rollout = rollout = failing("rollout", trainer.rollout)
     rollout.update_weights = failing("rollout's weights", lambda: None)
-    named = "" if who in options else who.partition("'")[0]
+    named = "" if who in ("log-probs", "policy") else who.partition("'")[0]
     with pytest.raises(StepError, match=f"{named}.*{message}"):
         trainer.train(failing("on_step", lambda *_: None))
     last = 2 if who == "on_step" else 1
@@ -170,6 +173,20 @@ def test_an_end_in_the_last_evaluation_loses_nothing_but_it(kind, undisturbed, m
     assert_same_weights(weights_of(again), undisturbed[1])
     make(**options).train()  # is not evaluated again
     assert steps_of(folder / "evaluations.jsonl") == [0, 3]
+
+
+@pytest.mark.parametrize(("best", "kept"), ((1, [1, 3, 4]), (4, [3, 4])))
+def test_the_best_checkpoint_and_the_last_two_are_kept(best, kept, make):
+    """The last step's evaluation comes after its checkpoint."""
+    halves = iter([True, False] * 9)
+
+    def right(*_):
+        step = trainer.run.step
+        return step == best or (step == 1 and next(halves))
+
+    trainer = make(**STEPS | {"steps": 4, "eval_size": 2, "eval_every": 1}, is_correct=right)
+    folder = trainer.train()
+    assert [int(x.stem[5:]) for x in sorted((folder / "checkpoints").iterdir())] == kept
 
 
 # Completions
@@ -469,7 +486,7 @@ def test_a_schedule_and_the_number_of_processes_stay():
     with pytest.raises(ValueError, match="steps: expected 2 as before, because schedule='linear'"):
         checkpoint.check_options(state, replace(config, steps=4))
     with pytest.raises(ValueError, match=r"resume: expected as many .*, 1; got 2"):
-        checkpoint.check_same(state, 2, {})
+        checkpoint.check_processes(state, 2)
 
 
 def sums(count, tags=(0, 8)):

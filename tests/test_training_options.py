@@ -3,9 +3,10 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -402,11 +403,14 @@ REFUSED = {
     "output: another process trains in locked: pass another": ["--output", "locked"],
     "resume: options differ from the checkpoint's: .*steps: was 3, is 100":
         ["--output", "run", "--resume"],
+    "resume: expected as many processes as the checkpoint has, 2; got 1":
+        ["--output", "run", "--resume"],
     "model: ./nowhere does not exist": ["--model", "./nowhere"],
     "model: empty has no model in it": ["--model", "empty"],
     "model: run is the folder of a run: pass run/model": ["--model", "run"],
     "model: bare is the folder of a run: it saved no model": ["--model", "bare"],
     "model: adapters is a folder of adapters, which training": ["--model", "adapters"],
+    "ref_model: odd has another tokenizer than the model": ["--beta=0.1", "--ref_model", "odd"],
     "ref_model: run is the folder of a run: pass run/model": ["--beta=0.1", "--ref_model", "run"],
     "lora_rank: adapters need peft: pip install peft": ["--lora_rank", "2"],
     "rollout: vllm is not installed: pip install -e": ["--rollout", "vllm"],
@@ -435,6 +439,11 @@ def folders(tiny_model, tmp_path, monkeypatch):
     for name in ("run", "bare"):
         logs.write_json(Path(name, logs.TRAINED_ON), {})
     Path("adapters/adapter_config.json").touch()
+    shutil.copytree(tiny_model, "odd")
+    words = json.loads(Path("odd/tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    Path("odd/tokenizer.json").write_text(json.dumps(words))
     with FileLock("locked/.lock"):
         yield
 
@@ -444,10 +453,12 @@ def folders(tiny_model, tmp_path, monkeypatch):
 def test_a_command_is_refused_in_a_sentence(message, monkeypatch, capsys):
     monkeypatch.setattr(loading, "_pretrained", lambda *_: pytest.fail("loads a model"))
     if "resume" in message:
-        state = {"config": {"steps": 3}}
+        others = "options differ" in message
+        state = {"config": {"steps": 3}, "processes": 2}
         monkeypatch.setattr(checkpoint, "latest", lambda _: Path("run"))
         monkeypatch.setattr(checkpoint, "state_of", lambda _: state)
-        monkeypatch.setattr(checkpoint, "MAY_CHANGE", set())
+        may = set() if others else {x.name for x in fields(TrainingConfig)}
+        monkeypatch.setattr(checkpoint, "MAY_CHANGE", may)
     flags = ["--model=m", "--dataset=a.jsonl", "--output=t", "--eval_size=0", "--rewards", "answer"]
     with pytest.raises(SystemExit) as ended:
         training_command.main([*flags, *REFUSED[message]])

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from filelock import FileLock, Timeout
 
 from .config import TrainingConfig
 from .problems.answers import is_correct as answer_is_correct
 from .problems.data import Problem
 from .problems.rewards import Reward, RewardFunction, check_rewards, resolve_rewards
 from .run import checkpoint, logs, ranks
+from .run.lock import is_locked, is_taken
 from .sampling.completions import check_has_logps
 
 
@@ -31,7 +31,7 @@ def start(config: TrainingConfig, *, own_rollout: bool = True) -> Accelerator:
             suit them, the launch shards the weights, a model's name is not one, or vLLM has none
             of an option on this host.
     """
-    check_folder(config)
+    begun = check_folder(config)
     check_model_name("model", config.model)
     if config.ref_model:
         check_model_name("ref_model", config.ref_model)
@@ -49,6 +49,8 @@ def start(config: TrainingConfig, *, own_rollout: bool = True) -> Accelerator:
             f"prompts_per_step: expected a multiple of processes times minibatches, {world} * "
             f"{config.minibatches}; got {config.prompts_per_step}"
         )
+    if begun is not None:
+        checkpoint.check_processes(begun, world)
     check_host(config, accelerator.device.type == "cpu")
     if not own_rollout:
         check_has_logps(config, config.rollout == "vllm")
@@ -78,18 +80,23 @@ def have_answers(problems: Sequence[Problem]) -> bool:
     return all(problem.get("answer") is not None for problem in problems)
 
 
-def check_folder(config: TrainingConfig) -> None:
-    """Refuses a folder with a trained run in it, unless that run is to go on with its options."""
+def check_folder(config: TrainingConfig) -> dict[str, Any] | None:
+    """Refuses a folder with a trained run in it, unless that run is to go on with its options.
+
+    Returns the state of the checkpoint from which it goes on, if there is one.
+    """
     folder, log = config.folder, config.folder / "metrics.jsonl"
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise PermissionError(f"output: {there} is not a folder that can be written to")
-    if ranks.is_first_process() and _trains(folder):
-        raise FileExistsError(f"output: another process trains in {folder}: pass another output")
+    if ranks.is_first_process() and is_locked(folder):
+        raise FileExistsError(is_taken(folder))
     begun, finished = checkpoint.latest(folder), (folder / "model").exists()
     if config.resume and begun:
-        checkpoint.check_options(checkpoint.state_of(begun), config)
-    if config.resume and finished and not begun:
+        state = checkpoint.state_of(begun)
+        checkpoint.check_options(state, config)
+        return state
+    if config.resume and finished:
         raise FileExistsError(
             f"resume: the run in {folder} is finished and has no checkpoint to resume from. Pass "
             "another output, or delete the folder"
@@ -99,19 +106,7 @@ def check_folder(config: TrainingConfig) -> None:
             f"output: {folder} has a run already. Pass resume to continue it, pass another output, "
             "or delete the folder"
         )
-
-
-def _trains(folder: Path) -> bool:
-    """True if a process trains in the folder, as far as its file system has locks."""
-    if (folder / ".lock").exists():
-        try:
-            with FileLock(folder / ".lock", timeout=0):
-                pass
-        except Timeout:
-            return True
-        except (OSError, NotImplementedError):
-            pass
-    return False
+    return None
 
 
 def check_model_name(option: str, name: str) -> None:

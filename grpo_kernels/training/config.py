@@ -377,15 +377,16 @@ def imported(option: str, name: str) -> Callable[..., Any]:
     """The function of `module:function`: of a module in this folder, else of an installed one.
 
     Raises:
-        ValueError: there is no such module, or no such function in it.
+        ValueError: there is no such module, it failed, or has no such function.
     """
     module, _, attribute = name.partition(":")
     if sys.path[0] not in ("", os.getcwd()):
         sys.path.insert(0, "")  # as `python -m` has it, not a script
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{option}: expected module:function; got {name!r} ({error})") from error
+    except (Exception, SystemExit) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{option}: expected module:function; got {name!r} ({why})") from error
     if not callable(function):
         raise ValueError(f"{option}: expected a function; got {name} = {function!r}")
     return function

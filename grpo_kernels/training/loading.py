@@ -26,11 +26,14 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
     """Loads the model, in which only trained parameters require gradients, and the tokenizer.
 
     Raises:
-        FileExistsError, ImportError, ValueError: as `start`; nothing is loaded then.
+        FileExistsError, ImportError, ValueError: as `start`, or the tokenizer has no template for
+            `chat` or other tokens than that of `ref_model`; no model is loaded then.
         OSError: there is no such model, or the hub was not reached.
     """
     start(config)
     tokenizer = load_tokenizer(config)
+    if config.ref_model is not None:
+        check_tokens(config.ref_model, tokenizer)
     return set_trainable(_pretrained("model", config.model, config), config), tokenizer
 
 

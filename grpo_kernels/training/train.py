@@ -35,9 +35,11 @@ from .problems.prompts import PromptEncoder, short_enough
 from .problems.rewards import Reward, judge, weighted_sum
 from .run import checkpoint, ranks, user_code
 from .run.interruptions import OutOfMemory, Preempted, StepError
+from .run.lock import locked
 from .run.metrics import Clock
 from .run.observers import introduction, print_above
-from .run.run import Run, every, place_of
+from .run.run import Run
+from .run.schedule import every, place_of
 from .sampling.completions import Completion, vocabulary_of
 from .sampling.rollout import Rollout, Sampler
 from .step.explanations import Explanations
@@ -123,7 +125,7 @@ class Trainer:
             model, tokenizer, encode, config, accelerator,
         )  # fmt: skip
         self.scorer = Scorer(self.policy, self.reference, self.run, tokenizer.pad_token_id)
-        self.explanations = Explanations(config, tokenizer)
+        self.explanations = Explanations(self.scorer, tokenizer)
 
     @classmethod
     def from_config(
@@ -165,12 +167,11 @@ class Trainer:
                 a checkpoint.
         """
         run, config = self.run, self.config
-        with run.locked(), run.interruptions:
+        with locked(self.accelerator, config.folder, run.warn), run.interruptions:
             self._open()
             run.notify("start", run.step)
-            if not run.evaluated:
-                self._evaluate()
-                run.interruptions.check()
+            self._evaluate()
+            run.interruptions.check()
             while run.step < config.steps:
                 run.begin_step()
                 try:
@@ -182,8 +183,7 @@ class Trainer:
                         run.stop(error)
                     raise
             if config.save_model:
-                folder = config.folder / "model"
-                checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, folder)
+                checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, config.folder)
             run.write_waiting()
             run.notify("end")
         return config.folder
@@ -204,7 +204,7 @@ class Trainer:
                 user_code.call("on_step", partial(on_step, row, samples), StepError)
         if run.step == config.steps or every(config.save_every, run.step):
             run.save()
-        if not run.evaluated and self._evaluate():
+        if self._evaluate():
             run.save()
 
     def train_step(self, problems: Sequence[Problem]) -> tuple[dict[str, Any], Samples]:
@@ -241,7 +241,7 @@ class Trainer:
         row = step_row(samples, labels, [x.metrics for x in updates], run, clock)
         why = self.explanations.why(row)
         if why is not None and accelerator.is_main_process:
-            run.look_on("explain", self._explain, why, samples, updates)
+            run.look_on("explain", self.explanations.write, why, samples, updates)
         return row, samples
 
     def judged(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Samples:
@@ -257,14 +257,6 @@ class Trainer:
             copies, [self.sampler.encode(problem) for problem in problems], completions,
             vars(judged) | {"rewards_total": total}, config, self.accelerator,
         )  # fmt: skip
-
-    def _explain(self, why: str, samples: Samples, updates: Sequence[Update]) -> None:
-        if not self.scorer.trainable_rows(samples, range(len(samples.texts)), first_update=False):
-            return  # nothing was trained
-        # One of several processes is alone here, and cannot score.
-        alone = self.accelerator.num_processes == 1
-        after = self.scorer.logps(samples) if alone else None
-        self.explanations.write(self.run, why, samples, updates, after)
 
     def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
         """The optimizer step of this number on the samples: on these rows, of every process."""
@@ -311,25 +303,16 @@ class Trainer:
             forget_forward(self.policy)
 
     def _evaluate(self) -> bool:
-        """Answers the held-out problems; returns True for the best accuracy of the training."""
+        """Evaluates if it is due; returns True for the best accuracy of the training."""
         run = self.run
-        if not self.held_out:
-            run.evaluated = True
+        if run.evaluated or not self.held_out:
             return False
         set_seed(run.seed("evaluation"))
         evaluation = evaluate(
             self.held_out, self.sampler, self.rewards, self.is_correct, self.config,
             self.accelerator,
         )  # fmt: skip
-        run.evaluated = True
-        better = evaluation.accuracy > run.best.get("accuracy", -1.0)
-        if better:
-            run.best = {"step": run.step, "accuracy": evaluation.accuracy}
-        # Its row comes last: with that, a run that goes on takes it as made.
-        run.write("answers.jsonl", ({"step": run.step, **x} for x in evaluation.answers))
-        run.write("evaluations.jsonl", [evaluation.summary(run.step)])
-        run.notify("evaluation", run.step, evaluation)
-        return better and run.step > 0
+        return run.write_evaluation(evaluation)
 
     def _open(self) -> None:
         """Makes the run's folder, or resumes the run in it."""

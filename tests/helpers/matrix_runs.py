@@ -1,11 +1,15 @@
 """Runs of one option each, beside a setting, and what they left."""
 
 import random
+from dataclasses import replace
 
+import datasets
 import pytest
 import torch
 
 from grpo_kernels.training import Completion, load_model
+from grpo_kernels.training.problems.rewards import as_text
+from grpo_kernels.training.run import report
 from grpo_kernels.training.run.interruptions import StepError
 from tests.helpers import fake_vllm, plain_loop
 from tests.helpers.trainer_runs import config_of, no_curves, rows_of, support_around, trainer_of
@@ -14,14 +18,17 @@ from tests.helpers.trainer_runs import config_of, no_curves, rows_of, support_ar
 BASE = {
     "steps": 1, "prompts_per_step": 4, "num_generations": 3, "epochs_per_rollout": 2,
     "max_completion_length": 5, "max_prompt_length": 60, "learning_rate": 3e-3, "save_every": -1,
-    "micro_batch_size": 5,
+    "micro_batch_size": 5, "dataset": "some/sums", "system_prompt": "Sum:", "explain_every": 0,
 }  # fmt: skip
 SETTINGS = {
     "plain": {},
     "lora": {"lora_rank": 2, "learning_rate": 1e-2},
     "vllm": {"rollout": "vllm"},
 }
-PROBLEMS = [{"prompt": f"{i} + {7 * i % 5} =", "answer": str(i)} for i in range(12)]
+SPLITS = {
+    name: [{"question": f"{i} + {7 * i % 5} =", "answer": str(i)} for i in numbers]
+    for name, numbers in (("train", range(20)), ("test", range(20, 24)))
+}
 
 
 class Scripted:
@@ -42,8 +49,12 @@ class Scripted:
 class Watched:
     """A rollout that keeps what it was asked for: the number of completions, and the sampling."""
 
-    def __init__(self, rollout):
-        self.rollout, self.asked = rollout, []
+    def __init__(self):
+        self.asked = []
+
+    def around(self, rollout):
+        self.rollout = rollout
+        return self
 
     def __getattr__(self, name):
         return getattr(self.rollout, name)
@@ -58,7 +69,7 @@ class Run:
 
     def __init__(self, model, folder, options):
         rewards = {
-            name: lambda prompts, completions, f=f, **_: [f(text) for text in completions]
+            name: lambda prompts, completions, f=f, **_: [f(as_text(x)) for x in completions]
             for name, f in plain_loop.REWARDS.items()
         }
         with no_curves(), pytest.MonkeyPatch.context() as patch:
@@ -66,17 +77,20 @@ class Run:
             options = {"model": str(model), **BASE, **options}
             config = config_of(options.pop("model"), folder, **options)
             own = None if config.rollout == "vllm" else lambda policy: Scripted()
-            loaded = load_model(config)
-            loaded[1].chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}:"
-            self.trainer = trainer_of(
-                config, *loaded, problems=(PROBLEMS[:9], PROBLEMS[9 : 9 + config.eval_size]),
-                rewards=rewards, rollout=own,
-            )  # fmt: skip
-            self.trainer.rollout = self.watched = Watched(self.trainer.rollout)
-            self.steps = []
-            self.folder = self.trainer.train(
-                lambda _, samples: self.steps.append((samples.prompts, samples.completions))
-            )
+            self.loaded, self.steps, self.watched = [], [], Watched()
+            patch.setattr(datasets, "load_dataset", self.load_dataset)
+            patch.setattr(report, "write_environment", lambda _: None)  # takes long
+            # A run that goes on is one after the first step.
+            for steps in (1, config.steps) if config.resume else (config.steps,):
+                model, tokenizer = load_model(replace(config, chat=False))
+                tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}:"
+                self.trainer = trainer_of(
+                    replace(config, steps=steps), model, tokenizer, rewards=rewards, rollout=own
+                )
+                self.trainer.rollout = self.watched.around(self.trainer.rollout)
+                self.folder = self.trainer.train(
+                    lambda _, samples: self.steps.append((samples.prompts, samples.completions))
+                )
         self.rows = rows_of(self.folder) if self.trainer.accelerator.is_main_process else []
         self.weights = {
             name.removeprefix("module.").removeprefix("model."): p.detach().float()
@@ -84,6 +98,10 @@ class Run:
         }
         self.options = {x: getattr(config, x) for x in config.__dataclass_fields__}
         self.options |= options
+
+    def load_dataset(self, name, part):
+        self.loaded.append((name, part))
+        return SPLITS
 
 
 def compare(weights, rows, options, steps, world=1, tolerance=1e-3):

@@ -15,7 +15,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from grpo_kernels.training import Metric, evaluate
 from grpo_kernels.training.problems.answers import is_correct
 from grpo_kernels.training.problems.held_out import write_problems
-from grpo_kernels.training.run import logs
+from grpo_kernels.training.run import checkpoint, logs
 from tests.helpers.ranks import JOB_S, ROOT
 from tests.helpers.tiny_models import COMMON, make_tokenizer
 from tests.helpers.trainer_runs import (
@@ -38,10 +38,13 @@ CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 def trained(model, output, options, fault="", call=0):
     """A run in which something may happen to the second rank: what each has met, and its weights.
 
-    Memory runs out, or a signal comes, in the call of this number; a reward function, or
-    `is_correct`, fails in its call of this number. Every run has metrics of user code.
+    Memory runs out, or a signal comes, in the call of this number; a reward function, `is_correct`,
+    `on_step`, the rollout or a loss fails in its call of this number. Every run has metrics of user
+    code.
     """
     calls = []
+    if fault == "loss":
+        options = options | {"loss_type": lambda tokens: of_loss(tokens)}
 
     def due(kind):
         if fault == kind:
@@ -60,7 +63,18 @@ def trained(model, output, options, fault="", call=0):
             raise ConnectionError("the judge is gone")
         return is_correct(text, answer)
 
+    def of_loss(tokens):
+        if due("loss"):
+            raise ConnectionError("the judge is gone")
+        return -tokens.advantages * tokens.logps
+
+    def on_step(*_):
+        if due("on_step"):
+            sys.exit(0)
+
     def counted(*args):
+        if due("rollout"):
+            raise ConnectionError("the judge is gone")
         completions = rollout(*args)
         for name in ("ids", "longest"):
             trainer.metrics.add(name, [len(one.token_ids) for one in completions])
@@ -92,7 +106,7 @@ def trained(model, output, options, fault="", call=0):
     met = "nothing"
     try:
         with no_curves():
-            trainer.train()
+            trainer.train(on_step)
     except (SystemExit, RuntimeError) as error:
         met = f"{type(error).__name__}: {error}"
     return met, trainer.run.step, trainer.run.micro_batch_size, policy.state_dict()
@@ -147,6 +161,8 @@ FAULTS = {
     ("reward", 4): (JUDGE, 1, 2),
     ("exit", 2): ("RewardError: reward function noise: SystemExit: 0", 1, 2),
     ("is_correct", 1): (ANSWER, 0, 2),
+    ("rollout", 2): ("RolloutError: rollout: ConnectionError: the judge is gone", 1, 2),
+    ("on_step", 2): ("StepError: on_step: SystemExit: 0", 2, 2),
 }
 
 
@@ -166,6 +182,19 @@ def test_a_fault_of_one_rank(fault, call, ranks, alone, tiny_model, tmp_path):
     assert_same_rows(rows_of(tmp_path / "t"), rows)
     for *_, weights in both:
         assert_same_weights(weights, expected, **CLOSE)
+
+
+# In a forward of the second step, of which the metrics' call of the loss is the last one.
+@pytest.mark.parametrize("call", (7, 10))
+def test_a_loss_that_fails_on_one_rank(call, ranks, tiny_model, tmp_path):
+    """Both ranks end, with a checkpoint of the step before."""
+    options = {**SMALL, "micro_batch_size": 2}
+    both = ranks(trained, tiny_model, tmp_path, options, "loss", call, environment=ON_CPUS)
+    (first, *_), (second, *_) = both
+    assert second.startswith("StepError: loss_type ") and "ConnectionError: the judge" in second
+    assert first.startswith("StepError: ")
+    assert [results[1] for results in both] == [1, 1]
+    assert checkpoint.latest(tmp_path / "t").name == "step-000001.pt"
 
 
 def test_weights_that_no_text_reaches(ranks, alone, tmp_path):
@@ -208,7 +237,8 @@ def test_ranks_of_an_evaluation_draw_different_samples(ranks, tiny_model, tmp_pa
 def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
     """Runs the tutorial's command on problems of GSM8K's form, by either launcher on two CPUs."""
     text = (ROOT / "docs/tutorials.md").read_text()
-    (tmp_path / "run.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    options = text.split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "run.yaml").write_text(options.replace("dataset_config: main\n", ""))
     rows = ({"question": f"{n} + 3?", "answer": f"<<{n}+3={n + 3}>>\n#### {n + 3}"}
             for n in range(20))  # fmt: skip
     (tmp_path / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))

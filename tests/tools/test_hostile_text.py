@@ -124,7 +124,7 @@ def read_state(text, folder):
     """A checkpoint's: of other options, or of none."""
     state = checkpoint.state_of(written(text, folder / "state.json").parent)
     checkpoint.check_options(state, TrainingConfig(model="m"))
-    checkpoint.check_same(state, 1, {})
+    checkpoint.check_inputs(state, {})
 
 
 # What reads texts, and some that it reads as a rule.

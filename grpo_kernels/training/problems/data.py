@@ -9,12 +9,14 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from ..config import TrainingConfig, imported
+from ..run import user_code
 from .files import FORMATS, Rows, numbered, rows_of_file, splits_of_folder
 from .prompts import build_prompt
 
@@ -25,6 +27,10 @@ _log = logging.getLogger(__name__)
 _HELD_OUT = ("test", "validation")
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class DatasetError(ValueError):
+    """A dataset function that failed, or returned something else than two lists of problems."""
 
 
 def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
@@ -185,7 +191,15 @@ def _from_function(config: TrainingConfig) -> tuple[list[Problem], list[Problem]
         raise ValueError(
             f"{error}; a dataset on the hub is OWNER/NAME, its configuration dataset_config"
         ) from error
-    train, held_out = function(config)
+    call = partial(user_code.call, f"dataset: {name}", kind=DatasetError)
+    returned = call(partial(function, config))
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        raise DatasetError(
+            f"dataset: expected the problems to train on and those held out, two lists, of {name}; "
+            f"got {returned!r:.80}"
+        )
+    parts: list[list[Any]] = [call(partial(list, problems)) for problems in returned]
+    train, held_out = parts
     for i, problem in enumerate(train):
         _check(problem, f"problem {i} to train on of {name}", config, False)
     for i, problem in enumerate(held_out[: config.eval_size]):
@@ -236,6 +250,8 @@ def _problems(rows: Rows, config: TrainingConfig, compared: bool) -> list[Proble
 
 def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool) -> None:
     """Refuses a problem without a prompt, the system prompt, or an answer that is compared with."""
+    if not isinstance(problem, Mapping):
+        raise ValueError(f"dataset: expected a dict; got {problem!r:.80} in {where}")
     columns = sorted(key for key, value in problem.items() if value is not None)
     judged = "answer" in config.rewards and applies("answer", problem)
     if "prompt" not in columns or ("answer" not in columns and (compared or judged)):

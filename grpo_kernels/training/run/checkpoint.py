@@ -242,17 +242,21 @@ def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
         )
 
 
-def check_same(state: Mapping[str, Any], processes: int, inputs: Mapping[str, str]) -> None:
-    """Refuses to go on with other inputs or processes than the checkpoint's.
-
-    Raises:
-        ValueError: names each that has changed, with both values.
-    """
+def check_processes(state: Mapping[str, Any], processes: int) -> None:
+    """Refuses to go on with another number of processes than the checkpoint's."""
     if state["processes"] != processes:
         raise ValueError(
             f"resume: expected as many processes as the checkpoint has, {state['processes']}; got "
             f"{processes}"
         )
+
+
+def check_inputs(state: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
+    """Refuses to go on with other inputs than the checkpoint's.
+
+    Raises:
+        ValueError: names each that has changed, with both values.
+    """
     before: Mapping[str, str] = state["inputs"]
     names = [n for n in {**before, **inputs} if before.get(n) != inputs.get(n)]
     if names:
@@ -261,7 +265,8 @@ def check_same(state: Mapping[str, Any], processes: int, inputs: Mapping[str, st
 
 
 def save_model(accelerator: Accelerator, policy: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes the model inside the policy, and its tokenizer, for `from_pretrained`."""
+    """Writes the model inside the policy, and its tokenizer, into a run's folder."""
+    folder = folder / "model"
     model = accelerator.unwrap_model(policy).model
     state = accelerator.get_state_dict(policy)
     if accelerator.is_main_process:

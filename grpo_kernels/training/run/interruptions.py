@@ -65,30 +65,37 @@ class Interruptions:
     def __exit__(self, *_: object) -> None:
         self._restore()
 
-    def check(self, *, out_of_memory: bool = False, may_stop: bool = True) -> None:
-        """Raises in all processes if one of them was signalled or had too little memory.
+    def check(self, error: Exception | None = None, *, may_stop: bool = True) -> None:
+        """Raises in all processes if one of them was signalled, or has met an error.
 
         Args:
-            out_of_memory: whether this one had.
+            error: what this one has met: a `StepError`, or one of memory that ran out.
             may_stop: whether nothing is lost if the step ends here; else a signal waits.
         """
-        failed, number = ranks.largest(self.accelerator, [int(out_of_memory), self.signal])
-        if failed:
+        own = error if isinstance(error, StepError) else None
+        met = 2 if own is not None else int(error is not None)
+        worst, number = ranks.largest(self.accelerator, [met, self.signal])
+        if worst == 2:
+            raise own or StepError("another process failed, with the error that it prints")
+        if worst == 1:
             raise OutOfMemory
         if number and may_stop:
             raise Preempted(RESUME)
 
     @contextmanager
     def guard(self, *, may_stop: bool = False) -> Iterator[None]:
-        """Checks after the block, in which memory may run out and no process waits for another."""
-        failed = False
+        """Checks after the block, in which no process waits for another.
+
+        Memory may run out in it, and a loss of the user's own fail.
+        """
+        met: Exception | None = None
         try:
             yield
         except Exception as error:
-            if not ran_out_of_memory(error):
+            if not (isinstance(error, StepError) or ran_out_of_memory(error)):
                 raise
-            failed = True
-        self.check(out_of_memory=failed, may_stop=may_stop)
+            met = error
+        self.check(met, may_stop=may_stop)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.signal = number

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from functools import lru_cache, partial
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
-from filelock import FileLock, Timeout
 
 from ..config import TrainingConfig
 from . import checkpoint, logs, ranks, user_code
+from .accuracy import Evaluation
 from .interruptions import BadUpdates, Interruptions, Preempted, StepError
 from .metrics import Metrics
 from .observers import Samples, observers_of, print_above
+from .schedule import every
 from .watch import Watch
 
 # Updates in a row without a finite gradient, after which the run ends.
@@ -41,7 +41,7 @@ class Run:
         changing: weights and the optimizer, say.
 
     Raises:
-        ValueError: the run that is to go on had other inputs, or another number of processes.
+        ValueError: the run that is to go on had other inputs.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Run:
         path = checkpoint.latest(config.folder) if config.resume else None
         if path is not None:
             own = ranks.reduce(accelerator, inputs, itemgetter(0))
-            checkpoint.check_same(checkpoint.state_of(path), accelerator.num_processes, own)
+            checkpoint.check_inputs(checkpoint.state_of(path), own)
 
     def seed(self, what: str) -> int:
         """The seed of one kind of draws, different in every step and process."""
@@ -201,29 +201,6 @@ class Run:
 
     # The folder
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps other runs from training in the run's folder inside the block.
-
-        Raises:
-            RuntimeError: another one does.
-        """
-        folder, taken = self.config.folder, False
-        with ExitStack() as lock:
-            if self.accelerator.is_main_process:
-                folder.mkdir(parents=True, exist_ok=True)
-                try:
-                    lock.enter_context(FileLock(folder / ".lock", timeout=0))
-                except Timeout:
-                    taken = True
-                except (OSError, NotImplementedError) as error:  # file systems without locks
-                    self.warn(f"{folder} cannot be locked ({error}): train one run in it alone")
-            if ranks.reduce(self.accelerator, taken, any):
-                raise RuntimeError(
-                    f"output: another process trains in {folder}: pass another output"
-                )
-            yield
-
     def open(self) -> Path | None:
         """Makes the run's folder, or resumes the run in it: then its checkpoint is returned."""
         config, state = self.config, dict[str, Any]()
@@ -246,6 +223,19 @@ class Run:
         self._see_evaluations()
         return path
 
+    def write_evaluation(self, evaluation: Evaluation) -> bool:
+        """Writes an evaluation after the step; returns True for the best of the training."""
+        row = evaluation.summary(self.step)
+        better = evaluation.accuracy > self.best.get("accuracy", -1.0)
+        if better:
+            self.best = {name: row[name] for name in ("step", "accuracy")}
+        # Its row comes last: with that, a run that goes on takes it as made.
+        self.write("answers.jsonl", ({"step": self.step, **x} for x in evaluation.answers))
+        self.write("evaluations.jsonl", [row])
+        self.evaluated = True
+        self.notify("evaluation", self.step, evaluation)
+        return better and self.step > 0
+
     def evaluates(self, step: int) -> bool:
         """True for the steps after which held-out problems are answered."""
         return step in (0, self.config.steps) or every(self.config.eval_every, step)
@@ -265,7 +255,10 @@ class Run:
 
         Weights that are not finite are not saved. Where the disk is full, say, training goes on.
         """
-        if self.config.save_every < 0 or self.saved == self.step:
+        if self.config.save_every < 0:
+            return
+        if self.saved == self.step:
+            self.prune()  # by an evaluation since then
             return
         if self.bad_updates or not ranks.finite(self.accelerator, self.changing.weights.values()):
             self.warn(f"no checkpoint of step {self.step}: gradients or weights are not finite")
@@ -314,21 +307,3 @@ class Run:
         # What the run had left of it, unless the option is another one now.
         if state["config"]["micro_batch_size"] == self.config.micro_batch_size:
             self.micro_batch_size = state["micro_batch_size"]
-
-
-def every(count: int, step: int) -> bool:
-    """True for each `count`-th step; for none if `count` is 0."""
-    return count > 0 and step % count == 0
-
-
-def place_of(turn: int, count: int, seed: int) -> int:
-    """The index below `count` whose turn it is: in every epoch all of them, newly shuffled."""
-    epoch, place = divmod(turn, count)
-    return _shuffled(count, f"{seed}-{epoch}")[place]
-
-
-@lru_cache(2)
-def _shuffled(count: int, seed: str) -> list[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order

@@ -1,10 +1,11 @@
-"""Calls of the user's functions: rewards, `is_correct`, a rollout, `on_step`, an observer."""
+"""Calls of the user's functions: dataset, rewards, `is_correct`, rollout, loss, `on_step`..."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
+from ...base.memory import ran_out_of_memory
 from .interruptions import Preempted
 
 _T = TypeVar("_T")
@@ -12,7 +13,7 @@ _T = TypeVar("_T")
 
 def call(
     name: str, work: Callable[[], _T], kind: type[Exception],
-    hint: Callable[[BaseException], str] = lambda _: "",
+    hint: Callable[[BaseException], str] = lambda _: "", *, retried: bool = False,
 ) -> _T:  # fmt: skip
     """Returns the work's result; raises its errors as an error of `kind` that begins with `name`.
 
@@ -24,10 +25,13 @@ def call(
         work: calls the user's function.
         kind: errors of this kind stay as they are.
         hint: the end of the message, from the error.
+        retried: memory that runs out stays as it is, and the work is tried again in smaller parts.
     """
     try:
         return work()
     except (KeyboardInterrupt, Preempted, kind):
         raise
     except BaseException as error:
+        if retried and ran_out_of_memory(error):
+            raise
         raise kind(f"{name}: {type(error).__name__}: {error}{hint(error)}") from error

@@ -12,11 +12,10 @@ from torch import Tensor
 from ...base.outputs import GRPOLossOutput
 from ...explain import explain
 from ...explain.steps import ExplainedSteps
-from ..config import TrainingConfig
 from ..run import logs
-from ..run.run import Run
 from ..run.watch import skipped_by_scaler
 from .samples import Samples, Update, loss_options
+from .scoring import Scorer
 
 
 class Explanations:
@@ -25,9 +24,10 @@ class Explanations:
     With several processes they show the main one's completions.
     """
 
-    def __init__(self, config: TrainingConfig, tokenizer: Any) -> None:
+    def __init__(self, scorer: Scorer, tokenizer: Any) -> None:
+        config = scorer.config
         self.steps = ExplainedSteps(config.folder, every=config.explain_every)
-        self.tokenizer = tokenizer
+        self.scorer, self.tokenizer = scorer, tokenizer
 
     def open(self, step: int) -> None:
         """Has the steps up to `step` of the run that is resumed to compare later ones with."""
@@ -41,21 +41,19 @@ class Explanations:
             row = {**row, "grad_norm": None}  # which is no spike
         return self.steps.why(row["step"], row)
 
-    def write(
-        self, run: Run, why: str, samples: Samples, updates: Sequence[Update],
-        next_logps: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Writes the page of a step, with its largest update, and prints where it is.
+    def write(self, why: str, samples: Samples, updates: Sequence[Update]) -> None:
+        """Writes the page of a step that trained, with its largest update; prints where it is.
 
         A spike is a warning, a page by `explain_every` is not.
 
         Args:
-            run: at the step.
             why: the reason.
             samples: the step's.
             updates: the step's.
-            next_logps: `[B, T]` log-probs of the samples after the step; None: not known.
         """
+        run, scorer = self.scorer.run, self.scorer
+        if not scorer.trainable_rows(samples, range(len(samples.texts)), first_update=False):
+            return
         norms = [update.metrics["grad_norm"] for update in updates]
         trained = [i for i, update in enumerate(updates) if update.rows]
         number = max(trained, key=lambda i: norms[i] if math.isfinite(norms[i]) else math.inf)
@@ -66,6 +64,8 @@ class Explanations:
         rows = sorted(update.rows)
         batch, where = samples.batch(rows, self.tokenizer.pad_token_id)
         T, world = batch.completions.shape[1], run.accelerator.num_processes
+        # One of several processes is alone here, and cannot score.
+        after = scorer.logps(samples) if world == 1 else None
 
         def of_batch(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[where, :T]
@@ -82,6 +82,6 @@ class Explanations:
             rewards=samples.rewards_total[rows],
             truncated=[not samples.completions[i].ended for i in rows],
             prompts=[self.tokenizer.decode(ids) for ids in prompts],
-            next_logps=of_batch(next_logps), tokenizer=self.tokenizer,
+            next_logps=of_batch(after), tokenizer=self.tokenizer,
         )  # fmt: skip
         tell(self.steps.write(run.step, why, explanation))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..run import ranks
 from .micro_batches import Size
 from .row import update_metrics
-from .samples import Samples, Scores, Update, loss_options
+from .samples import Samples, Scores, Update, call_loss, loss_options
 from .scoring import Scorer, checked_gap
 
 
@@ -31,6 +32,7 @@ def add_gradients(
 
     Raises:
         OutOfMemory: a process had too little memory; in all of them, before the last backward.
+        StepError: a loss of the user's own failed; in all processes.
         RolloutError: the first update finds a larger gap than the dtype explains.
     """
     accelerator, run, config = scorer.accelerator, scorer.run, scorer.config
@@ -45,16 +47,18 @@ def add_gradients(
         batch, where = samples.batch(part, scorer.pad_id)
         T, world = batch.attention.shape[1], accelerator.num_processes
         with accelerator.autocast():
-            out = scorer.policy(
-                "loss", batch, samples.advantages[where], reference=scorer.reference_of(batch),
+            forward_of_part = partial(
+                scorer.policy, "loss", batch, samples.advantages[where],
+                reference=scorer.reference_of(batch),
                 **loss_options(samples, scores, part, where, T, full, config, world),
             )  # fmt: skip
+            out = call_loss(config, forward_of_part)
         losses.append(out.loss.detach())
         for name, values in per_token.items() if part else ():
             values[where, :T] = getattr(out, name)
         return out.loss
 
-    # No process waits for another inside: memory that runs out in one is told to all at the end.
+    # No process waits for another inside: what ends the block in one is told to all at its end.
     guard = run.interruptions.guard
     with guard(may_stop=number == 0):
         for part in plan[:-1]:

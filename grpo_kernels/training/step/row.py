@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from ...base.layout import to_device
 from ...base.sequences import masked_quantile
 from ..config import TrainingConfig
 from ..run import ranks
+from ..run.interruptions import StepError
 from ..run.metrics import Clock, Metrics, peak_memory
 from ..run.run import Run
-from .samples import Samples, Scores, loss_config
+from .samples import Samples, Scores, call_loss, loss_config
 
 
 def step_row(
@@ -112,7 +114,9 @@ def update_metrics(
     if loss.exact_kl:  # its values are known, and a call would need the reference to make them
         loss = replace(loss, beta=0.0, kl_estimator="k3")
     options: dict[str, Any] = {"config": loss, **values}
-    metrics = dict(grpo_loss(logps, advantages, **options).metrics)
+    with ranks.raise_on_all_ranks(accelerator, StepError):
+        out = call_loss(config, partial(grpo_loss, logps, advantages, **options))
+    metrics = dict(out.metrics)
     chosen = values["mask"] != 0
     if kl is not None and chosen.any():
         metrics |= {"kl": kl[chosen].mean(), "kl_max": kl[chosen].max()}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -15,11 +15,13 @@ from torch import Tensor
 from ... import GRPOLossConfig, batch_support, group_advantages
 from ...base.layout import to_device
 from ..config import TrainingConfig
-from ..run import ranks
+from ..run import ranks, user_code
 from ..run.interruptions import StepError
 from ..sampling.completions import Completion, RolloutError, check_has_logps, pad
 from .micro_batches import Size, config_of_part, num_items
 from .policy import Batch
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +138,19 @@ def loss_config(config: TrainingConfig, scores: Scores) -> GRPOLossConfig:
     if scores.entropy_threshold is None:
         return loss
     return replace(loss, entropy_threshold=scores.entropy_threshold)
+
+
+def call_loss(config: TrainingConfig, work: Callable[[], _T]) -> _T:
+    """Returns the result of work that calls the loss.
+
+    Raises:
+        StepError: the loss is the user's own, and failed.
+    """
+    loss = config.loss_type
+    if isinstance(loss, str) and ":" not in loss:
+        return work()
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    return user_code.call(f"loss_type {name}", work, StepError, retried=True)
 
 
 def loss_options(

@@ -1,0 +1,60 @@
+"""The lock of a run's folder, in which one run trains at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from accelerate import Accelerator
+from filelock import FileLock, Timeout
+
+from . import ranks
+
+# Of file systems without locks.
+_NO_LOCKS = (OSError, NotImplementedError)
+
+
+@contextmanager
+def locked(accelerator: Accelerator, folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
+    """Makes a run's folder, and keeps other runs from training in it inside the block.
+
+    Raises:
+        RuntimeError: another one does.
+    """
+    taken = False
+    with ExitStack() as lock:
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.enter_context(_lock_of(folder))
+            except Timeout:
+                taken = True
+            except _NO_LOCKS as error:
+                warn(f"{folder} cannot be locked ({error}): train one run in it alone")
+        if ranks.reduce(accelerator, taken, any):
+            raise RuntimeError(is_taken(folder))
+        yield
+
+
+def is_locked(folder: Path) -> bool:
+    """True if a process trains in the folder, as far as its file system has locks."""
+    lock = _lock_of(folder)
+    if not Path(lock.lock_file).exists():
+        return False
+    try:
+        with lock:
+            return False
+    except Timeout:
+        return True
+    except _NO_LOCKS:
+        return False
+
+
+def is_taken(folder: Path) -> str:
+    """The error of a run whose folder another one trains in."""
+    return f"output: another process trains in {folder}: pass another output"
+
+
+def _lock_of(folder: Path) -> FileLock:
+    return FileLock(folder / ".lock", timeout=0)

@@ -1,0 +1,24 @@
+"""The steps at which something is due, and the problems whose turn it is."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+
+def every(count: int, step: int) -> bool:
+    """True for each `count`-th step; for none if `count` is 0."""
+    return count > 0 and step % count == 0
+
+
+def place_of(turn: int, count: int, seed: int) -> int:
+    """The index below `count` whose turn it is: in every epoch all of them, newly shuffled."""
+    epoch, place = divmod(turn, count)
+    return _shuffled(count, f"{seed}-{epoch}")[place]
+
+
+@lru_cache(2)
+def _shuffled(count: int, seed: str) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
