@@ -63,7 +63,7 @@ class Completion:
         return [token for token, sampled in pairs if sampled]
 
     def joined(self, written: Sequence[int], more: Completion) -> Completion:
-        """This completion, tokens that a tool wrote after it, and what the policy sampled then.
+        """Returns this completion, then tokens of a tool, then `more`, sampled after these.
 
         Log-probs and kept sets are there if both completions have them; `ce_weights` are not set.
         """
