@@ -141,7 +141,7 @@ def test_options_that_an_evaluation_does_not_need_are_not_read(run, capsys):
 def test_what_was_trained_on_is_not_answered(trained, run, tmp_path, capsys):
     """Whatever the file is called, and the columns are."""
     new = [{"question": "9 + 9?", "answer": "9\n#### 18"}]
-    spaced = [problem | {"question": f"{problem['question']} "} for problem in SUMS]
+    spaced = [problem | {"prompt": f"{problem['prompt']} "} for problem in SUMS]
     path = write_rows(tmp_path / "a.jsonl", spaced + new)
     folder = evaluate.main([str(run), "--problems", path, "--num_samples", "0"])
     assert f"16 of 21 problems of {path} are left out" in capsys.readouterr().out
