@@ -155,7 +155,7 @@ def test_what_was_trained_on_is_not_answered(trained, run, tmp_path, capsys):
 
 RUN = "RUN_FOLDER: "
 REFUSED = {
-    "options in YAML": (["run.yaml"], f"{RUN}run.yaml is a file of options, .*: pass the output"),
+    "options in YAML": (["run.yaml"], f"{RUN}run.yaml is a file of options; .*: pass the output"),
     "options in JSON": (["run/config.json"], f"{RUN}run/config.json is a .*: pass run$"),
     "no folder": (["nowhere"], f"{RUN}nowhere does not exist: pass the output of a run"),
     "no run": (["."], f"{RUN}. is not the folder of a run: pass the output of a run"),

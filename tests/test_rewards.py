@@ -89,7 +89,7 @@ def test_each_completion_is_paid_for_itself():
 def test_recipes_have_the_prompt_and_the_rewards_of_the_tutorial():
     folder = Path(gsm8k_from_scratch.__file__).parent / "configs"
     recipes = sorted(folder.glob("from-scratch-1.5b*.yaml"))
-    assert len(recipes) == 2
+    assert len(recipes) == 3
     prompt = "Respond in the following format:\n{}\n...\n{}\n{}\n...\n{}"
     for recipe in recipes:
         config = parse_config([str(recipe)])

@@ -22,9 +22,8 @@ class Card(NamedTuple):
     gb_per_s: float  # of its memory
 
 
-# NVIDIA's data sheets, of the SXM cards where there are several; the whitepapers of GA102, Ada and
-# Blackwell for 3090, 4090 and 5090; Baseten's table for AWS's A10G. Error correction takes a
-# sixteenth of the memory of T4, L4, A10G and L40S.
+# NVIDIA's figures, as public tables repeat them: of the SXM cards where there are several. Error
+# correction takes a sixteenth of the memory of T4, L4, A10G and L40S.
 CARDS = {
     "t4": Card(15, 65, 8.1, 320),
     "l4": Card(22.5, 121, 30.3, 300),
