@@ -1,18 +1,23 @@
 """Runs of one option each, beside a setting, and what they left."""
 
-import random
 from dataclasses import replace
 
 import datasets
 import pytest
 import torch
 
-from grpo_kernels.training import Completion, load_model
+from grpo_kernels.training import load_model
 from grpo_kernels.training.problems.rewards import as_text
 from grpo_kernels.training.run import report
 from grpo_kernels.training.run.interruptions import StepError
 from tests.helpers import fake_vllm, plain_loop
-from tests.helpers.trainer_runs import config_of, no_curves, rows_of, support_around, trainer_of
+from tests.helpers.trainer_runs import (
+    SameForAnyRanks,
+    config_of,
+    no_curves,
+    rows_of,
+    trainer_of,
+)
 
 # Two updates on a rollout, so that ratios are not 1 and a clipped gradient is another step.
 BASE = {
@@ -31,19 +36,12 @@ SPLITS = {
 }
 
 
-class Scripted:
-    """Completions that depend on their prompts alone, some of them cut, some with a kept set."""
+class Scripted(SameForAnyRanks):
+    """Completions that depend on their prompts alone; the second of each prompt is cut."""
 
     def __call__(self, prompts, count, sampling):
-        done = []
-        for prompt in prompts:
-            draw = random.Random(str(prompt))
-            for i in range(count):
-                size = draw.randrange(2, sampling.max_new_tokens + 1)
-                ids = [draw.randrange(33, 90) for _ in range(size)]
-                support = support_around(ids, draw) if sampling.record_support and i else None
-                done.append(Completion(ids, i != 1, support=support))
-        return done
+        done = super().__call__(prompts, count, sampling)
+        return [replace(c, ended=i % count != 1) for i, c in enumerate(done)]
 
 
 class Watched:

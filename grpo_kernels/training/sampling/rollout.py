@@ -139,7 +139,7 @@ class Sampler:
     def update_weights(self) -> None:
         """Has the rollout take the weights if they have changed; every process calls it."""
         if self._stale and hasattr(self.rollout, "update_weights"):
-            with ranks.raise_on_all_ranks(self.accelerator, RolloutError, others="rollout: "):
+            with ranks.raise_on_all_ranks(self.accelerator, RolloutError):
                 user_code.call("rollout", self.rollout.update_weights, RolloutError)
         self._stale = False
 
