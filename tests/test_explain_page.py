@@ -9,7 +9,8 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from grpo_kernels.explain.page import html
+from grpo_kernels.base.text import printable
+from grpo_kernels.explain.page import step_page
 from tests.helpers.explanations import HOSTILE, TEXTS, explanation, strict_json
 
 EMPTY = explanation(
@@ -40,7 +41,7 @@ class Page(HTMLParser):
 
 
 def test_may_run_its_script_alone_and_load_nothing():
-    page = Page(html(explanation()))
+    page = Page(step_page(explanation()))
     (policy,) = (x["content"] for _, x in page.tags if x.get("http-equiv"))
     hashes = {
         part: base64.b64encode(hashlib.sha256(page.parts[(part,)].encode()).digest()).decode()
@@ -60,18 +61,19 @@ def test_may_run_its_script_alone_and_load_nothing():
 
 
 def test_hostile_text_adds_no_element():
-    page, empty = (Page(html(x, title=HOSTILE)) for x in (explanation(), EMPTY))
+    page, empty = (Page(step_page(x, title=HOSTILE)) for x in (explanation(), EMPTY))
     assert page.tags == empty.tags and page.parts[("script",)] == empty.parts[("script",)]
     data = page.data()
-    assert data["title"] == data["causes"][0]["text"] == data["sequences"][1]["prompt"] == HOSTILE
+    assert data["causes"][0]["text"] == data["sequences"][1]["prompt"] == HOSTILE
+    assert page.parts[("title",)] == page.parts[("h1",)] == printable(HOSTILE)
     assert data["texts"] == [list(texts) for texts in TEXTS] and HOSTILE in data["columns"]
-    assert html(explanation()).isascii()
+    assert step_page(explanation()).isascii()
     # A page without a cause says so.
     assert data["nothing"] == "" and empty.data()["nothing"] == str(EMPTY) != ""
 
 
 def test_numbers_keep_four_digits_and_what_is_none():
-    expected, data = explanation(), Page(html(explanation())).data()
+    expected, data = explanation(), Page(step_page(explanation())).data()
     assert data["loss"] == expected.loss and data["sequences"][2]["loss_share"] is None
     assert data["sequence"] == expected.sequence.tolist()
     assert data["position"] == expected.position.tolist()
@@ -87,7 +89,7 @@ def test_numbers_keep_four_digits_and_what_is_none():
 def test_columns_with_strides_and_the_nan_of_a_gpu():
     column = torch.tensor([[1.0, 0.0], [float("nan"), 0.0]]).repeat(5, 1)[:, 0]
     column[1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-    (packed,) = Page(html(explanation(columns={"loss": column}))).data()["columns"].values()
+    (packed,) = Page(step_page(explanation(columns={"loss": column}))).data()["columns"].values()
     assert packed == base64.b64encode(b"\0\x80\x3f" + b"\0\xc0\x7f").decode() * 5
 
 
@@ -102,14 +104,14 @@ def test_64_000_tokens_are_less_than_8_mb():
         texts=[[" word"] * n for _ in range(sequences)],
         token_ids=torch.randint(10_000, 100_000, (count,)),
     )
-    per_token = (len(html(large)) - len(html(EMPTY))) / count
-    assert 64_000 * per_token + len(html(EMPTY)) < 8e6
+    per_token = (len(step_page(large)) - len(step_page(EMPTY))) / count
+    assert 64_000 * per_token + len(step_page(EMPTY)) < 8e6
 
 
 def test_the_order_at_first_is_one_that_the_page_has():
-    assert Page(html(EMPTY, sort="gradient")).data()["sort"] == "gradient"
+    assert Page(step_page(EMPTY, sort="gradient")).data()["sort"] == "gradient"
     with pytest.raises(ValueError, match="sort: expected 'call' or 'gradient'; got 'loss'"):
-        html(EMPTY, sort="loss")
+        step_page(EMPTY, sort="loss")
 
 
 def luminance(colour):
@@ -122,7 +124,7 @@ def luminance(colour):
 @pytest.mark.parametrize("scheme", (0, 1), ids=("light", "dark"))
 def test_text_is_readable_on_every_colour(scheme):
     """WCAG's contrast for text, 4.5."""
-    style = Page(html(EMPTY)).parts[("style",)]
+    style = Page(step_page(EMPTY)).parts[("style",)]
     found = re.findall(r"--(\w+): light-dark\(#(\w+), #(\w+)\)", style)
     colours = {name: luminance(pair[scheme]) for name, *pair in found}
     behind = {"text": ("page", "card", "above", "below"), "muted": ("page", "card")}

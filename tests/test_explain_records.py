@@ -265,7 +265,7 @@ def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, ca
     assert lines[0].startswith(" 50%  ratio: </script><img") and r"\u2028\u202e" in "".join(lines)
     assert last == f"page: {tmp_path / 'step.html'}"
     page = (tmp_path / "step.html").read_text()
-    assert '"title": "step.jsonl"' in page and '"sort": "gradient"' in page
+    assert "<h1>step.jsonl</h1>" in page and '"sort": "gradient"' in page
 
 
 @pytest.mark.parametrize("name", (".", "../step_3.v2"))
@@ -274,7 +274,7 @@ def test_the_page_of_a_folder_is_beside_it(name, tmp_path, monkeypatch, capsys):
     (folder / "rank_0.jsonl").write_text(prime_rl())
     monkeypatch.chdir(folder)
     command.main([name])
-    assert '"title": "step_3.v2"' in (tmp_path / "step_3.v2.html").read_text()
+    assert "<h1>step_3.v2</h1>" in (tmp_path / "step_3.v2.html").read_text()
     assert "step_3.v2.html" in capsys.readouterr().out
 
 

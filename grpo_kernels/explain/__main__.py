@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         if options.tokenizer:
             explanation = _with_texts(explanation, options.tokenizer)
         explanation = replace(explanation, causes=rank(explanation))
-        text = page.html(explanation, title=file.name, sort=options.sort)
+        text = page.step_page(explanation, title=file.name, sort=options.sort)
         output.write_text(text, encoding="ascii")
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))

@@ -65,9 +65,9 @@ class Explanation:
         """Writes a page (`.html`) or a row per sequence (`.jsonl`), over an existing file."""
         match Path(path).suffix:
             case ".html":
-                from .page import html
+                from .page import step_page
 
-                Path(path).write_text(html(self), encoding="ascii")
+                Path(path).write_text(step_page(self), encoding="ascii")
             case ".jsonl":
                 from .records import write_jsonl
 

@@ -1,25 +1,69 @@
-"""An explanation as one HTML file that needs no network."""
+"""Pages in one HTML file that need no network: a head that all share, and a part of their own."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..base.text import printable
 from .records import dump
 
 if TYPE_CHECKING:
     from .explanation import Explanation
 
 
-def html(explanation: Explanation, title: str = "Why this loss", sort: str = "call") -> str:
-    """Returns the page, in ASCII; it runs only its own script and loads nothing.
+def render(name: str, title: str, data: Mapping[str, Any], **texts: str) -> str:
+    """Returns a page in ASCII, which runs only its own script and loads nothing.
+
+    Args:
+        name: the part of its own, `step.html`, say: a style, what stands in the header and below
+            it, and a script.
+        title: of the page and its tab.
+        data: what the script finds as `D`.
+        texts: texts for places of the part, `VERDICT="..."` for `@VERDICT@`.
+    """
+    escaped = {
+        key: html.escape(printable(text)).encode("ascii", "xmlcharrefreplace").decode()
+        for key, text in {"TITLE": title, **texts}.items()
+    }
+    # "<" could end the script's element, or open a comment in it.
+    places = {**escaped, "DATA": dump(data).replace("<", "\\u003c")}
+    return re.sub(f"@({'|'.join(places)})@", lambda place: places[place[1]], _template(name))
+
+
+@cache
+def _template(name: str) -> str:
+    """The page without its data, with the digests of its style and script."""
+    folder = Path(__file__).parent
+    text, own = ((folder / x).read_text(encoding="ascii") for x in ("page.html", name))
+    parts = r"<style>\n(.*)</style>\n<header>(.*?)</header>\n(.*)<script>\n(.*)</script>\n"
+    style, head, body, script = re.fullmatch(parts, own, re.DOTALL).groups()  # type: ignore[union-attr]
+    for place, part in (
+        ("HEAD", head),
+        ("BODY", body),
+        ("OWN_STYLE", style),
+        ("OWN_SCRIPT", script),
+    ):
+        text = text.replace(f"@{place}@", part)
+    for part in ("style", "script"):
+        code = re.search(f"<{part}>(.*?)</{part}>", text, re.DOTALL)[1]  # type: ignore[index]
+        digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+        text = text.replace(f"@{part.upper()}@", f"'sha256-{digest}'")
+    return text
+
+
+def step_page(explanation: Explanation, title: str = "Why this loss", sort: str = "call") -> str:
+    """Returns the page of a step.
 
     Args:
         explanation: the result of `explain`.
@@ -30,20 +74,14 @@ def html(explanation: Explanation, title: str = "Why this loss", sort: str = "ca
         raise ValueError(f"sort: expected 'call' or 'gradient'; got {sort!r}")
     e = explanation
     data = {
-        "title": title, "sort": sort, "loss": e.loss, "sequences": e.sequences, "groups": e.groups,
+        "sort": sort, "loss": e.loss, "sequences": e.sequences, "groups": e.groups,
         "causes": [asdict(cause) for cause in e.causes], "nothing": "" if e.causes else str(e),
         "texts": e.texts,
         "token_ids": None if e.token_ids is None else e.token_ids.tolist(),
         "sequence": e.sequence.tolist(), "position": e.position.tolist(),
         "columns": {name: _packed(column) for name, column in e.columns.items()},
     }  # fmt: skip
-    template = Path(__file__).with_name("page.html").read_text(encoding="ascii")
-    for part in ("style", "script"):
-        code = re.search(f"<{part}>(.*?)</{part}>", template, re.DOTALL)[1]  # type: ignore[index]
-        digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-        template = template.replace(f"{part.upper()}_HASH", f"'sha256-{digest}'")
-    # "<" could end the script's element, or open a comment in it.
-    return template.replace("DATA", dump(data).replace("<", "\\u003c"))
+    return render("step.html", title, data)
 
 
 def _packed(column: Tensor) -> str:

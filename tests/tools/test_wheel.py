@@ -58,7 +58,11 @@ def test_contents(wheel, tmp_path):
         source = {name.split("/", 1)[1] for name in archive.getnames()}
         text = archive.extractfile(f"grpo_kernels-{__version__}/PKG-INFO").read()
     package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("grpo_kernels/**/*.py")}
-    pages = {"grpo_kernels/explain/page.html", "grpo_kernels/training/run/report_page.html"}
+    pages = {
+        "grpo_kernels/explain/page.html",
+        "grpo_kernels/explain/step.html",
+        "grpo_kernels/training/run/report_page.html",
+    }
     package |= {"grpo_kernels/py.typed", *pages}
     assert package | {"LICENSE", "README.md", "pyproject.toml", "tests/conftest.py"} <= source
     assert {name.split("/")[0] for name in source if "/" in name} == {
