@@ -36,9 +36,7 @@ class Explanations:
             rows = logs.read(run.config.folder / "metrics.jsonl")
             run.look_on("explain", self.steps.open, [row for row in rows if row["step"] <= step])
 
-    def write(
-        self, why: str, samples: Samples, updates: Sequence[Update]
-    ) -> dict[str, Any] | None:
+    def write(self, why: str, samples: Samples, updates: Sequence[Update]) -> dict[str, Any] | None:
         """Writes the page of a step that trained, with its largest update; prints where it is.
 
         A spike is a warning, a page by `explain_every` is not.
