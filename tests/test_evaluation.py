@@ -18,7 +18,7 @@ from grpo_kernels.training.run.watch import WINDOW, Watch
 from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import config_of, noise, rows_of, trainer_with
 
-pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 def answer(correct, completion="<answer>1</answer>", **columns):
