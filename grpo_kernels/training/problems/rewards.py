@@ -74,7 +74,7 @@ class RewardError(StepError, ValueError):
 
 @dataclass(frozen=True)
 class OwnMetrics:
-    """Columns that reward functions add to a step's row, each with a curve in the report.
+    """Columns that reward functions add to a step's row, each with a curve on the page.
 
     `metrics` None: the completions are an evaluation's, which is in no row.
     """
