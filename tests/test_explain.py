@@ -319,7 +319,7 @@ def test_a_cause_shows_its_tokens():
         ({"next_logps": torch.ones(6, 3)}, ValueError,
          r"next_logps: expected shape \[6, 11\]; got \[6, 3\]"),
         ({"d_hidden": torch.ones(6, 10, 4)}, ValueError,
-         r"d_hidden: expected shape \[6, 11, H\]; got \[6, 10, 4\]"),
+         r"d_hidden.norm\(dim=-1\): expected shape \[6, 11\]; got \[6, 10\]"),
         ({"d_hidden": torch.ones(6, 11, 4).long()}, TypeError, "d_hidden: expected"),
         ({"targets": torch.ones(6, 3).long()}, ValueError, "targets: expected shape"),
         ({"targets": None, "tokenizer": Bytes()}, ValueError,

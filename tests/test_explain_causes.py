@@ -301,8 +301,8 @@ def test_a_clean_step_has_no_cause(seed, options):
     explanation = step.explain()
     assert explanation.causes == [], str(explanation)
     assert re.match(
-        r"nothing stands out: the largest shares of the gradient are \d\.\d % \(sequence \d+, token "
-        r"\d+\) and \d+\.\d % \(sequence \d+\)$", str(explanation),
+        r"nothing stands out: the largest shares of the gradient are \d\.\d % \(sequence \d+, "
+        r"token \d+\) and \d+\.\d % \(sequence \d+\)$", str(explanation),
     )  # fmt: skip
 
 
@@ -377,7 +377,10 @@ def test_all_completions_truncated():
     step = Step(0)
     step.truncated[:] = True
     cause = step.explain().causes[0]
-    assert cause.name == "truncated" and "64 sequences ended at the limit of the length, with 100 %" in cause.text
+    assert (
+        cause.name == "truncated"
+        and "64 sequences ended at the limit of the length, with 100 %" in cause.text
+    )
     assert cause.share == pytest.approx(1)
 
 

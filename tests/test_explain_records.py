@@ -96,7 +96,10 @@ def tokens(**changes):
         (changed(reward=10**400), "int too large"),
         (changed(length="9"), "expected length: numbers or null; got '9'"),
         (tokens(gradient_share=[0.5, 0.5]), "expected gradient_share: a number, the sum of the"),
-        (tokens(loss=[0, 1]), r"with the columns of line 1, \['position', 'text'\]; got \['pos"),
+        (
+            tokens(loss=[0, 1]),
+            r"with the columns of the first row, \['position', 'text'\]; got \['pos",
+        ),
         ('{"trainer_logprobs": 1}', "expected trainer_logprobs: a list; got 1"),
         ('{"trainer_logprobs": [1], "token_ids": [1, 2]}', "expected token_ids: 1 whole numbers"),
     ),

@@ -61,7 +61,7 @@ def _template(name: str) -> str:
 
 def step_page(
     explanation: Explanation, title: str = "Why this loss", sort: str = "call",
-    path: Path | None = None,
+    path: Path | None = None, why: str = "",
 ) -> str:  # fmt: skip
     """Returns the page of a step.
 
@@ -71,6 +71,7 @@ def step_page(
         sort: initial order of the sequences, "call" or "gradient"; the page has a switch.
         path: where the page will be. For `RUN/explanations/step-000012.html` the title is "Step 12
             of RUN", and links lead to the run's page and to the explained steps before and after.
+        why: the reason to explain the step.
     """
     if sort not in ("call", "gradient"):
         raise ValueError(f"sort: expected 'call' or 'gradient'; got {sort!r}")
@@ -85,7 +86,7 @@ def step_page(
         "columns": {name: _packed(column) for name, column in e.columns.items()},
     }  # fmt: skip
     places = zip(("REPORT", "PREVIOUS", "NEXT"), links, strict=True)
-    return render("step.html", title, data, **dict(places))
+    return render("step.html", title, data, **dict(places), WHY=f"Explained: {why}." * bool(why))
 
 
 def _of_a_run(page: Path) -> tuple[str, str, str, str] | None:

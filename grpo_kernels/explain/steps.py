@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from .explanation import Explanation
-from .page import link_next, step_pages
+from .page import link_next, step_page, step_pages
 
 # Smallest values that count as a spike: a KL of 1e-5 that becomes 1e-4 is no news.
 SPIKES = {"grad_norm": 0.0, "kl": 0.01}
@@ -85,7 +85,7 @@ class ExplainedSteps:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         page = self.page(step)
-        explanation.write(page)
+        page.write_text(step_page(explanation, path=page, why=why), encoding="ascii")
         explanation.write(page.with_suffix(".jsonl"))
         for name in [name for n, name in step_pages(self.folder).items() if n < step][-1:]:
             link_next(self.folder / name, page.name)
