@@ -154,7 +154,7 @@ def test_a_rollout_that_does_not_say_is_warned_of(tiny_model, tmp_path):
 
     config = config_of(tiny_model, tmp_path, top_k=3)
     row = rows_of(trainer_of(config, rollout=lambda _: rollout).train())[0]
-    assert "the rollout returns no support" in row["warnings"][0]
+    assert "the rollout returns no support" in row["warnings"][0]["text"]
     assert not any(name.startswith("support") for name in row)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
+from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import Metric, evaluate
 from grpo_kernels.training.problems.answers import is_correct
 from grpo_kernels.training.problems.held_out import write_problems
@@ -219,7 +220,7 @@ def evaluated(folder, output):
     """The samples that an evaluation by the command has of both ranks."""
     with no_curves():
         evaluate.main([str(folder), f"--output={output}"])
-    rows = logs.read(output / "answers.jsonl")
+    rows = read_rows(output / "answers.jsonl")
     return [row["completion"] for row in rows if "sample" in row]
 
 

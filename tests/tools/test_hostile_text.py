@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from examples.gsm8k_from_scratch import correctness
 from examples.problems import addition
+from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import command_line
 from grpo_kernels.training.config import TrainingConfig
 from grpo_kernels.training.problems import answers, rewards
@@ -52,7 +53,15 @@ def structure_of_report(folder, text):
     accuracy = {"problems": 3, "accuracy": 0.5, "low": 0.1, "high": 0.9}
     shown = {"prompt": text, "completion": text, "answer": text, "ended": True, "advantage": 0.0}
     for name, row in (
-        ("metrics", {"reward": 0.5, "seconds": 1, "peak_memory_gib": 1, "warnings": [text]}),
+        (
+            "metrics",
+            {
+                "reward": 0.5,
+                "seconds": 1,
+                "peak_memory_gib": 1,
+                "warnings": [{"rule": text, "text": text}],
+            },
+        ),
         ("evaluations", {**accuracy, "by": {"level": {text: accuracy}}}),
         ("samples", {**shown, "reward": 0.5}),
     ):
@@ -116,7 +125,7 @@ def written(text, path):
 
 
 def read_log(text, folder):
-    logs.read(written(text, folder / "metrics.jsonl"))
+    read_rows(written(text, folder / "metrics.jsonl"))
     logs.open_folder(folder, {}, 3)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ...base.text import printable
+from ...explain.rules import verdicts
 from ..config import DTYPES, TrainingConfig
 from . import logs, ranks, report
 from .accuracy import Evaluation
@@ -92,7 +93,7 @@ class Terminal(Observer):
     def step(self, row: dict[str, Any], samples: Samples) -> None:
         self.progress.update()
         for warning in row.get("warnings", []):
-            print_above(f"      warning: {warning}")
+            print_above(f"      warning: {warning['text']}")
         print_above(line_of(row))
         if self.shows_samples(row["step"]):
             rows = sample_rows(samples, self.config.num_generations)
@@ -187,11 +188,8 @@ def introduction(
             "sampled accuracy: completions trained on, sampled at temperature "
             f"{config.temperature:g}; held-out accuracy: problems not trained on, {how}"
         )
-    if config.dtype == "bf16" and not config.lora_rank:
-        yield (
-            "warning: bf16 weights move by 1/256 of themselves or not at all: use dtype mixed "
-            "(fp32, with GEMMs in bf16), lora_rank, or a large learning_rate"
-        )
+    rate = {"learning_rate": config.learning_rate}
+    yield from (f"warning: {x}" for x in verdicts([rate], config.as_json()))
     if config.share_prompts and not policy.shares_prompts:
         yield f"Prompts are encoded with each completion: {policy.why_not_shared}"
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from ...explain.records import read_rows
 from ..config import TrainingConfig
 from . import logs
 
@@ -123,11 +124,11 @@ def write_environment(folder: Path) -> None:
 def write(folder: Path) -> tuple[Path, str]:
     """Makes `report.html` from the logs in the folder; returns it and the run's summary."""
     options = logs.read_json(folder / "config.json")
-    rows, evaluations, samples = (logs.read(folder / name) for name in _FILES)
+    rows, evaluations, samples = (read_rows(folder / name) for name in _FILES)
     model = Path(options["model"])
     name = model.name if model.is_absolute() else model
     title = html.escape(f"{folder.resolve().name}: {name} on {options['dataset']}")
-    warnings = [(f"step {r['step']}", text) for r in rows for text in r.get("warnings", [])]
+    warnings = [(f"step {r['step']}", x["text"]) for r in rows for x in r.get("warnings", [])]
     last = [s for s in samples if s["step"] == samples[-1]["step"]]
     text, defaults = summary(rows, evaluations), TrainingConfig.default_json()
     changed = {k: (x, defaults.get(k)) for k, x in options.items() if x != defaults.get(k)}

@@ -14,6 +14,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 
+from ...explain.records import read_rows
+from ...explain.rules import Watch
 from ..config import TrainingConfig
 from . import checkpoint, logs, ranks, user_code
 from .accuracy import Evaluation
@@ -21,7 +23,6 @@ from .interruptions import BadUpdates, Interruptions, Preempted, StepError
 from .metrics import Metrics
 from .observers import Samples, observers_of, print_above
 from .schedule import every
-from .watch import Watch
 
 # Updates in a row without a finite gradient, after which the run ends.
 MOST_BAD = 10
@@ -54,7 +55,7 @@ class Run:
         self.observers = observers_of(config, accelerator)
         self.failed: set[str] = set()  # observers and files whose error was printed
         self.waiting: dict[str, list[Mapping[str, Any]]] = {}  # rows that found no room, by file
-        self.watch = Watch(config)
+        self.watch = Watch(config.as_json())
         self.metrics = Metrics()
         self.step = 0  # under way, or the last one
         self.trained = 0  # the last one whose updates were all made
@@ -218,7 +219,7 @@ class Run:
         if self.accelerator.is_main_process:
             known = self.step if path is not None or self.step else -1  # a run may go on in place
             logs.open_folder(config.folder, config.as_json(), known)
-            for row in logs.read(config.folder / "metrics.jsonl"):  # of a run that goes on
+            for row in read_rows(config.folder / "metrics.jsonl"):  # of a run that goes on
                 self.watch.after_step(row)
         self._see_evaluations()
         return path
@@ -242,7 +243,7 @@ class Run:
 
     def _see_evaluations(self) -> None:
         """Takes the best evaluation, and whether the last step's was made, from their file."""
-        rows = logs.read(self.config.folder / "evaluations.jsonl")
+        rows = read_rows(self.config.folder / "evaluations.jsonl")
         # The main process's file, should others have none.
         rows = ranks.reduce(self.accelerator, rows, itemgetter(0))
         made = {row["step"] for row in rows}

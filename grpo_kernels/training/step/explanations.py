@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...base.outputs import GRPOLossOutput
 from ...explain import explain
+from ...explain.records import read_rows
+from ...explain.rules import skipped_by_scaler
 from ...explain.steps import ExplainedSteps
-from ..run import logs
-from ..run.watch import skipped_by_scaler
 from .samples import Samples, Update, loss_options
 from .scoring import Scorer
 
@@ -31,7 +31,7 @@ class Explanations:
 
     def open(self, step: int) -> None:
         """Has the steps up to `step` of the run that is resumed to compare later ones with."""
-        for row in logs.read(self.steps.folder / "metrics.jsonl"):
+        for row in read_rows(self.steps.folder / "metrics.jsonl"):
             if row["step"] <= step:
                 self.why(row)
 
