@@ -66,7 +66,7 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
     ),
     "KL is absent, NaN or negative?": (
         Rule("kl_absent", "normal", 0, signs.kl_absent, "TRL #4040",
-             "No KL, or NaN in all rows", "Without `beta` there is no reference to compare with",
+             "No KL, or NaN in all rows", "Without beta there is no reference to compare with",
              "Set beta > 0 (verl: use_kl_loss) if you want one"),
         Rule("kl_negative", "normal", 0, signs.kl_negative, "TRL #3240, verl #7412",
              "KL is below 0, but on average above -0.1",

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import mean, median, stdev
+from statistics import fmean as mean
+from statistics import median, stdev
 from typing import Any
 
 from .steps import ExplainedSteps
@@ -114,19 +115,19 @@ def entropy_low(log: Log) -> str:
 
 
 def entropy_falls(log: Log, learns: bool) -> str:
-    """Compares means of `WINDOW` steps; whether the reward rose meanwhile is `learns`."""
-    steps, entropy, *_ = log.columns("entropy")
-    reward = dict(zip(*log.columns("reward"), strict=True))
-    for end in range(2 * WINDOW, len(steps) + 1):
-        for start in range(max(0, end - FAST - WINDOW), end - 2 * WINDOW + 1):
-            before, after = slice(start, start + WINDOW), slice(end - WINDOW, end)
-            high, low = mean(entropy[before]), mean(entropy[after])
-            was, now = (mean(reward.get(x, 0.0) for x in steps[part]) for part in (before, after))
-            fast = steps[end - 1] - steps[start] < FAST + WINDOW
+    """Compares means of `WINDOW` steps; `learns` tells whether the reward rose meanwhile."""
+    steps, entropy = log.columns("entropy")
+    known = dict(zip(*log.columns("reward"), strict=True))
+    parts = [slice(i, i + WINDOW) for i in range(len(steps) - WINDOW + 1)]
+    means = [(mean(entropy[x]), mean(known.get(i, 0.0) for i in steps[x])) for x in parts]
+    for end, (low, now) in enumerate(means):
+        for start in range(max(0, end - FAST), end - WINDOW + 1):
+            high, was = means[start]
+            fast = steps[end] - steps[start] <= FAST
             if fast and low <= high / 2 and (now > was) == learns:
                 return (
-                    f"entropy fell from {high:.2f} to {low:.2f} by step {steps[end - 1]:.0f}, "
-                    f"reward went from {was:.3g} to {now:.3g}"
+                    f"entropy fell from {high:.2f} to {low:.2f} by step "
+                    f"{steps[end + WINDOW - 1]:.0f}, reward went from {was:.3g} to {now:.3g}"
                 )
     return ""
 
