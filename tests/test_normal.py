@@ -430,7 +430,7 @@ def test_the_command_answers_in_sentences(tmp_path, capsys):
 
 @pytest.fixture
 def written(monkeypatch):
-    """What the page of runs is asked for."""
+    """Calls for the page of runs."""
     calls = []
     runs = SimpleNamespace(write=lambda *call: calls.append(call) or "Accuracy rose.")
     monkeypatch.setitem(sys.modules, "grpo_kernels.explain.runs", runs)
@@ -478,7 +478,7 @@ def test_an_option_that_does_not_apply_is_refused(
 
 
 def test_the_page_is_that_of_the_table():
-    """To write it: `python -c "from grpo_kernels.explain.rules import *; print(markdown())"`."""
+    """CONTRIBUTING.md has the command that writes it."""
     page = (ROOT / "docs/normal.md").read_text()
     assert page == rules.markdown()
     assert len(page.split()) <= 1100 and all(rule.source in page for rule in RULES.values())
