@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from grpo_kernels.explain import runs
+from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import Metric, TrainingConfig
-from grpo_kernels.training.run import about, logs
+from grpo_kernels.training.run import about
 from grpo_kernels.training.run.observers import line_of, print_above, sample_table
 from tests.helpers.trainer_runs import rows_of
 
@@ -41,7 +42,7 @@ def test_steps_with_a_warning_or_a_page_show_their_completions(make, capsys):
     after_step, sign = trainer.run.watch.after_step, {"rule": "odd", "text": "an odd step"}
     trainer.run.watch.after_step = lambda row: after_step(row) or [sign] * (row["step"] == 2)
     folder = trainer.train()
-    assert {row["step"] for row in logs.read(folder / "samples.jsonl")} == {1, 2, 3}
+    assert {row["step"] for row in read_rows(folder / "samples.jsonl")} == {1, 2, 3}
     rows, said = rows_of(folder), capsys.readouterr().out
     assert [row.get("warnings", []) for row in rows] == [[], [sign], [], []]
     assert said.count("      warning: an odd step\n") == said.count("warning: ") == 1

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
+from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import Metric, evaluate
 from grpo_kernels.training.problems.answers import is_correct
 from grpo_kernels.training.problems.held_out import write_problems
@@ -216,7 +217,7 @@ def test_weights_that_no_text_reaches(ranks, alone, tmp_path):
 def evaluated(folder, output):
     """The samples that an evaluation by the command has of both ranks."""
     evaluate.main([str(folder), f"--output={output}"])
-    rows = logs.read(output / "answers.jsonl")
+    rows = read_rows(output / "answers.jsonl")
     return [row["completion"] for row in rows if "sample" in row]
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from examples.gsm8k_from_scratch import correctness
 from examples.problems import addition
+from grpo_kernels.explain import __main__ as explain
 from grpo_kernels.explain import runs
+from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import command_line
 from grpo_kernels.training.config import TrainingConfig
 from grpo_kernels.training.problems import answers, rewards
@@ -121,8 +123,15 @@ def written(text, path):
 
 
 def read_log(text, folder):
-    logs.read(written(text, folder / "metrics.jsonl"))
+    read_rows(written(text, folder / "metrics.jsonl"))
     logs.open_folder(folder, {}, 3)
+
+
+def read_others(text, folder):
+    """Logs of other trainers."""
+    for name in ("log.txt", "log.json", "log.csv", "log.jsonl"):
+        with contextlib.suppress(SystemExit):
+            explain.main([str(written(text, folder / name))])
 
 
 def read_state(text, folder):
@@ -147,6 +156,11 @@ READERS = {
     )),
     "log": (read_log, (
         '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step"', '{"reward": 1}\n[1]\n3',
+    )),
+    "others": (read_others, (
+        "{'loss': 0.0, 'kl': nan}\n{'loss': '1e-05', 'epoch': '0.1'}", "step:1 - actor/lr:1e-06",
+        '{"log_history": [{"step": 1, "kl": null, "grad_norm": NaN}]}', "Step | kl\n1 | 0.5",
+        '"Step","a - train/kl"\n"1","2"', '{"step": 1, "data": {"actor/entropy": 0.1}}',
     )),
     "state": (read_state, (
         '{"step": 1, "best": {}, "config": {"model": "m"}, "processes": 1, "watch": {}}',

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from ...base.text import printable
 from ...explain import runs
+from ...explain.rules import verdicts
 from ..config import DTYPES, TrainingConfig
 from . import about, logs, ranks
 from .accuracy import Evaluation
@@ -203,11 +204,8 @@ def introduction(
             "sampled accuracy: completions trained on, sampled at temperature "
             f"{config.temperature:g}; held-out accuracy: problems not trained on, {how}"
         )
-    if config.dtype == "bf16" and not config.lora_rank:
-        yield (
-            "warning: bf16 weights move by 1/256 of themselves or not at all: use dtype mixed "
-            "(fp32, with GEMMs in bf16), lora_rank, or a large learning_rate"
-        )
+    rate = {"learning_rate": config.learning_rate}
+    yield from (f"warning: {x}" for x in verdicts([rate], config.as_json()))
     if config.share_prompts and not policy.shares_prompts:
         yield f"Prompts are encoded with each completion: {policy.why_not_shared}"
 

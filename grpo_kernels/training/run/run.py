@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 
+from ...explain.records import read_rows
 from ...explain.rules import Watch
 from ..config import TrainingConfig
 from . import checkpoint, logs, ranks, user_code
@@ -239,7 +240,7 @@ class Run:
         if self.accelerator.is_main_process:
             known = self.step if path is not None or self.step else -1  # a run may go on in place
             logs.open_folder(config.folder, config.as_json(), known)
-            for row in logs.read(config.folder / "metrics.jsonl"):  # of a run that goes on
+            for row in read_rows(config.folder / "metrics.jsonl"):  # of a run that goes on
                 self.watch.after_step(row)
         self._see_evaluations()
         return path
@@ -263,7 +264,7 @@ class Run:
 
     def _see_evaluations(self) -> None:
         """Takes the best evaluation, and whether the last step's was made, from their file."""
-        rows = logs.read(self.config.folder / "evaluations.jsonl")
+        rows = read_rows(self.config.folder / "evaluations.jsonl")
         # The main process's file, should others have none.
         rows = ranks.reduce(self.accelerator, rows, itemgetter(0))
         made = {row["step"] for row in rows}
