@@ -11,7 +11,7 @@ import pytest
 
 import grpo_kernels.explain
 from grpo_kernels.explain import __main__ as command
-from grpo_kernels.explain import logs, rules
+from grpo_kernels.explain import exports, logs, rules
 from grpo_kernels.explain.rules import RULES, WINDOW, Watch, verdicts
 
 ROOT = Path(__file__).parent.parent
@@ -310,7 +310,12 @@ THREADS = {
 def test_numbers_of_public_threads(tmp_path, thread):
     text, expected = THREADS[thread]
     (path := tmp_path / "log.txt").write_text(text)
-    assert names(*logs.read(path)) == expected.split()
+    found = verdicts(*logs.read(path))
+    assert [x.rule.name for x in found] == expected.split()
+    if thread == "torchforge #664":
+        assert "kl_max is 6.82e+09 at step 1; one token has as much as 4,348 average" in str(
+            found[0]
+        )
 
 
 def state(rows, **more):
@@ -475,6 +480,38 @@ def test_an_option_that_does_not_apply_is_refused(
     with pytest.raises(SystemExit) as stopped:
         command.main(arguments.split())
     assert message in capsys.readouterr().err and stopped.value.code == 2 and not written
+
+
+def step_file(folder, **changes):
+    """Two groups of two completions of two tokens each; the first group's rewards are equal."""
+    tokens = {"position": [0, 1], "entropy": [0.2, 0.4], "kl": [0.1, None],
+              "sampler_gap": [-0.02, 0.06], "clip": [0.0, -1.0]}  # fmt: skip
+    rows = [
+        {"group": i // 2, "reward": reward, "truncated": i == 3, "tokens": tokens | changes}
+        for i, reward in enumerate((0.5, 0.5, 0.0, 1.0))
+    ]
+    (path := folder / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_tokens_of_a_step_are_a_row(tmp_path, capsys):
+    row = logs.row_of(exports.read(step_file(tmp_path)))
+    assert row == pytest.approx({
+        "step": 1, "entropy": 0.3, "entropy_max": 0.4, "kl": 0.1, "kl_max": 0.1,
+        "sampler_gap": 0.04, "sampler_gap_max": 0.06, "clip_ratio/region_mean": 0.5,
+        "groups_equal": 0.5, "truncated": 0.25,
+    })  # fmt: skip
+    bare = {"kl": [None, None], "clip": [None, None], "sampler_gap": [None, None]}
+    rest = logs.row_of(exports.read(step_file(tmp_path, **bare)))
+    assert rest.keys() == {"step", "entropy", "entropy_max", "groups_equal", "truncated"}
+    command.main([str(step_file(tmp_path, kl=[0.0, 40.0], clip=[0, 0]))])
+    *_, first, second, third, last, page = capsys.readouterr().out.splitlines()
+    assert [x.split(". ")[0] for x in (first, second, third)] == [
+        "normal: clip_ratio/region_mean is 0 at 1 steps",
+        "normal: sampler_gap was 0.04 nats at first, 0.04 at last, 0.06 at most",
+        "look at this: kl_max is 40 at step 1",
+    ]
+    assert last == "Nothing else stands out." and page.startswith("page: ")
 
 
 def test_the_page_is_that_of_the_table():

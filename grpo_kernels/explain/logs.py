@@ -166,12 +166,14 @@ def row_of(explanation: Explanation) -> dict[str, Any]:
     if (clip := columns.get("clip")) is not None and not clip.isnan().all():
         row["clip_ratio/region_mean"] = (clip.nan_to_num() != 0).float().mean().item()
     groups = [
-        group["reward_std"] for group in explanation.groups
-        if group["group"] is not None and len(group["sequences"]) > 1 and "reward_std" in group
-    ]  # fmt: skip
-    cut = [x["truncated"] for x in explanation.sequences if "truncated" in x]
-    if groups:
-        row["groups_equal"] = sum(x == 0 for x in groups) / len(groups)
-    if cut:
+        {explanation.sequences[i].get("reward") for i in group["sequences"]}
+        for group in explanation.groups
+        if group["group"] is not None and len(group["sequences"]) > 1
+    ]
+    known = [rewards for rewards in groups if None not in rewards]
+    if known:
+        row["groups_equal"] = sum(len(rewards) == 1 for rewards in known) / len(known)
+    cut = [x.get("truncated") for x in explanation.sequences]
+    if None not in cut:
         row["truncated"] = sum(map(float, cut)) / len(cut)
     return row

@@ -57,8 +57,7 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
              "Loss is 0 or close to it, the gradient is not",
              "The ratio is 1 and a group's advantages add up to 0, so the policy term is 0; its "
              "gradient is not", "Watch the reward"),
-        Rule("loss_negative", "normal", 0, lambda log: log.span("loss") * (min(log["loss"], default=0) < -5e-4),
-             "simple_GRPO #30, open-r1 #704",
+        Rule("loss_negative", "normal", 0, signs.loss_negative, "simple_GRPO #30, open-r1 #704",
              "Loss is negative, or changes sign",
              "With unequal lengths or several updates the policy term takes either sign"),
         Rule("loss_is_kl", "normal", 0, signs.loss_is_kl, "TRL #2703, open-r1 #239",

@@ -37,7 +37,7 @@ class Log:
         return self.columns(name)[1]
 
     def span(self, name: str) -> str:
-        low, high = (f"{x(self[name], default=0.0):.3g}" for x in (min, max))
+        low, high = f"{min(self[name]):.3g}", f"{max(self[name]):.3g}"
         return f"{name} is {low}" + f" to {high}" * (high != low)
 
     def top(self, limit: float, *names: str) -> str:
@@ -72,6 +72,10 @@ def loss_zero(log: Log) -> str:
     moves = "grad_norm" if log["grad_norm"] else "reward_std"
     zero = bool(log["loss"]) and median(map(abs, log["loss"])) <= 5e-4 and any(log[moves])
     return f"{log.span('loss')}, {log.span(moves)}" if zero else ""
+
+
+def loss_negative(log: Log) -> str:
+    return log.span("loss") if min(log["loss"], default=0.0) < -5e-4 else ""
 
 
 def loss_is_kl(log: Log) -> str:
