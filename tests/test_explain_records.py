@@ -263,10 +263,10 @@ def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, ca
     write_jsonl(explanation(), path)
     monkeypatch.setattr(command, "rank", lambda x: explanation().causes)
     command.main([str(path), "--sort", "gradient"])
-    *lines, last = capsys.readouterr().out.splitlines()
+    *lines, rules, last = capsys.readouterr().out.splitlines()
     # A terminal gets no control characters from a text.
     assert lines[0].startswith(" 50 %  ratio: </script><img") and r"\u2028\u202e" in "".join(lines)
-    assert last == f"page: {tmp_path / 'step.html'}"
+    assert last == f"page: {tmp_path / 'step.html'}" and rules == "Nothing stands out."
     page = (tmp_path / "step.html").read_text()
     assert "<h1>step.jsonl</h1>" in page and '"sort": "gradient"' in page
 
@@ -295,15 +295,15 @@ def test_the_command_decodes_ids(tmp_path, monkeypatch):
     ("arguments", "message"),
     (
         (["missing.jsonl"], "No such file"),
-        (["step.html"], "--output: expected another file than FILE; got step.html"),
-        (["broken.jsonl"], "broken.jsonl, line 1: expected an object; got 1"),
+        (["words.jsonl", "--output", "words.jsonl"], "--output: expected another file than PATH"),
+        (["broken.jsonl"], "broken.jsonl, line 2: expected tokens: an object; got None"),
         (["words.jsonl", "--tokenizer", "x"], "--tokenizer: expected a file with token ids"),
         (["words.jsonl", "--output", "no/folder.html"], "No such file"),
     ),
 )
 def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.jsonl").write_text("1\n")
+    (tmp_path / "broken.jsonl").write_text(json.dumps(ROW) + "\n{}\n")
     (tmp_path / "words.jsonl").write_text(json.dumps(ROW) + "\n")
     with pytest.raises(SystemExit):
         command.main(arguments)

@@ -17,6 +17,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from tokenizers import normalizers
 
+from grpo_kernels.explain.records import read_rows
 from grpo_kernels.head.lm_head import Support
 from grpo_kernels.training import Completion, load_model
 from grpo_kernels.training.problems.rewards import RewardError, RewardFunction, reward_table
@@ -38,11 +39,11 @@ from tests.helpers.trainer_runs import (
     weights_of,
 )
 
-pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 def steps_of(path):
-    return [row["step"] for row in logs.read(path)]
+    return [row["step"] for row in read_rows(path)]
 
 
 # Rewards and rollouts that fail
@@ -573,7 +574,7 @@ def test_half_a_row_is_taken_back(tmp_path):
     logs.open_folder(tmp_path, {}, 2)
     with path.open("a") as file:  # as a kill leaves it
         file.write('{"step": 3, "lo')
-    assert logs.read(path) == [{"step": 1, "loss": None}, {"step": 2, "loss": None}]
+    assert read_rows(path) == [{"step": 1, "loss": None}, {"step": 2, "loss": None}]
     logs.open_folder(tmp_path, {}, 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
@@ -603,7 +604,7 @@ def test_rows_that_find_no_room_are_written_with_the_next_ones(name, make, capsy
     trainer.train(fill)
     message = rf"warning: {name}.jsonl cannot be written \(.*No space left"
     assert len(re.findall(message, capsys.readouterr().out)) == 1
-    rows = [logs.read(x) for x in (log, expected.train() / f"{name}.jsonl")]
+    rows = [read_rows(x) for x in (log, expected.train() / f"{name}.jsonl")]
     assert [*map(untimed, rows[0])] == [*map(untimed, rows[1])]
     assert checkpoint.latest(trainer.config.folder).name == "step-000003.pt"
 

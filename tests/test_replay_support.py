@@ -22,7 +22,7 @@ from tests.helpers.supports import make_support
 from tests.helpers.tiny_models import V, make_model, make_tokenizer
 from tests.helpers.trainer_runs import config_of, first_samples, rows_of, trainer_of
 
-pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 PROMPTS = [[7, 8, 9], [5, 6, 7, 8, 9, 10]]
 TRUNCATIONS = {
@@ -154,7 +154,7 @@ def test_a_rollout_that_does_not_say_is_warned_of(tiny_model, tmp_path):
 
     config = config_of(tiny_model, tmp_path, top_k=3)
     row = rows_of(trainer_of(config, rollout=lambda _: rollout).train())[0]
-    assert "the rollout returns no support" in row["warnings"][0]
+    assert "the rollout returns no support" in row["warnings"][0]["text"]
     assert not any(name.startswith("support") for name in row)
 
 

@@ -11,8 +11,8 @@ from dataclasses import fields
 
 import pytest
 
+from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import TrainingConfig
-from grpo_kernels.training.run import logs
 from grpo_kernels.training.sampling.rollout import RolloutError
 from tests.helpers.matrix_runs import SETTINGS, Run, compare
 from tests.helpers.tiny_models import make_model, make_tokenizer
@@ -216,7 +216,7 @@ def asserted(name, run):
     assert len([*folder.glob("explanations/*.html")]) == (
         options["steps"] if options["explain_every"] else 0
     )
-    shown = {row["step"] for row in logs.read(folder / "samples.jsonl")}
+    shown = {row["step"] for row in read_rows(folder / "samples.jsonl")}
     assert shown == {x for x in range(1, options["steps"] + 1)
                      if x == 1 or x % options["show_every"] == 0}  # fmt: skip
     assert len(run.trainer.held_out) == options["eval_size"]

@@ -11,13 +11,13 @@ import torch
 
 from examples import tool_use
 from grpo_kernels import Support
+from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import Completion, SamplingParams, load_model
-from grpo_kernels.training.run import logs
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import FakeRollout, config_of, rows_of, trainer_of, weights_of
 
-pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 @pytest.mark.parametrize("ce_weight", (None, 0.5))
@@ -65,7 +65,7 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, written, paid, tiny_mo
     assert (row["reward/answer"], row["accuracy"]) == (2 * paid, paid)
     assert row["completion_length"] == len(written) and row["tokens"] == 16 * len(written)
     assert row["reward/format"] == pytest.approx(0.4 * paid)
-    rows = [logs.read(folder / f"{name}.jsonl") for name in ("answers", "samples")]
+    rows = [read_rows(folder / f"{name}.jsonl") for name in ("answers", "samples")]
     assert {row["completion"] for some in rows for row in some} == {whole}
     assert {(row["sampled"], row["correct"]) for row in rows[0]} == {(written, paid > 0)}
 

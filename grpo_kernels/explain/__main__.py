@@ -1,54 +1,128 @@
-"""Shows which tokens a step's loss comes from, and writes a page.
+"""Explains runs, logs and steps of GRPO: writes pages, and says which numbers are normal.
 
-python -m grpo_kernels.explain STEP.jsonl
+python -m grpo_kernels.explain runs/a runs/b      # pages of runs of this library
+python -m grpo_kernels.explain trainer_state.json # logs of TRL, verl, wandb, or printed lines
+python -m grpo_kernels.explain step.jsonl         # a step's tokens: causes, and a page
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..base.text import printable
-from . import exports, page
+from . import exports, logs, page, rules
 from .causes import rank
 from .explanation import Explanation
 from .tokens import decoded
 
+# The options that apply to each kind of PATH.
+_OPTIONS = {"run": ("output",), "log": (), "step": ("output", "sort", "tokenizer")}
+
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m grpo_kernels.explain", description=(__doc__ or "").split("\n")[0]
-    )
+        prog="python -m grpo_kernels.explain", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     add = parser.add_argument
-    add("file", type=Path, help="JSONL of an explanation, parquet of TRL's log_completions, or "
-        "prime-rl's token export (a file, or the folder of a step)")  # fmt: skip
-    add("--output", type=Path, help="name of the page; default: FILE with .html")
-    add("--sort", choices=("call", "gradient"), default="call",
-        help="initial order of sequences: as in FILE, or by share of the gradient")  # fmt: skip
-    add("--tokenizer", help="name or folder, to decode a FILE that has ids only")
+    add("paths", type=Path, nargs="+", metavar="PATH", help="folders of runs; or a log; or a "
+        "step: JSONL of an explanation, parquet of TRL's log_completions, prime-rl's token export "
+        "(a file, or the folder of a step)")  # fmt: skip
+    add("--output", type=Path, help="the page of runs or of a step; default: report.html in the "
+        "run's folder, runs.html beside several, PATH with .html for a step")  # fmt: skip
+    add("--sort", choices=("call", "gradient"),
+        help="initial order of a step's sequences: as in the file (default), or by share of the "
+        "gradient")  # fmt: skip
+    add("--tokenizer", help="name or folder, to decode a step that has ids only")
     options = parser.parse_args(argv)
-    # `.` and `..` have no name for the page.
-    file = options.file if options.file.name.strip(".") else options.file.resolve()
     try:
-        output = options.output or _page_of(file)
-        if output == file:
-            raise ValueError(f"--output: expected another file than FILE; got {output}")
-        explanation = exports.read(file)
-        if options.tokenizer:
-            explanation = _with_texts(explanation, options.tokenizer)
-        explanation = replace(explanation, causes=rank(explanation))
-        text = page.step_page(explanation, title=file.name, sort=options.sort)
-        output.write_text(text, encoding="ascii")
+        for line in _lines(options.paths, options):
+            print(printable(line))
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
-    print(printable(str(explanation)))
-    print(f"page: {output}")
 
 
-def _page_of(file: Path) -> Path:
-    """Returns the page beside a file, or beside the folder of a step."""
-    return file.with_name(f"{file.name}.html") if file.is_dir() else file.with_suffix(".html")
+def _lines(paths: list[Path], options: argparse.Namespace) -> Iterator[str]:
+    """Does what the paths ask for; returns what to print."""
+    # `.` and `..` have no name for a page.
+    paths = [path if path.name.strip(".") else path.resolve() for path in paths]
+    kinds = [_kind(path) for path in paths]
+    for path, kind in zip(paths, kinds, strict=True):
+        if len(paths) > 1 and kind != "run":
+            raise ValueError(f"PATH: expected one path, or several runs; got {path}, a {kind}")
+    for name in ("output", "sort", "tokenizer"):
+        if getattr(options, name) is not None and name not in _OPTIONS[kinds[0]]:
+            raise ValueError(f"--{name}: expected none for a {kinds[0]}; leave it out")
+    if kinds[0] == "run":
+        return _of_runs(paths, options.output)
+    return (_of_log if kinds[0] == "log" else _of_step)(paths[0], options)
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        inside = {"trainer_state.json": "log", "config.json": "run"}
+        found = [kind for name, kind in inside.items() if (path / name).exists()]
+        return found[0] if found else "step" if [*path.glob("rank_*.jsonl")] else "run"
+    if path.suffix == ".parquet":
+        return "step"
+    with path.open(errors="replace") as file:
+        try:
+            row = json.loads(file.readline())
+        except (ValueError, RecursionError):
+            return "log"
+    of_tokens = isinstance(row, dict) and {"tokens", "trainer_logprobs"} & row.keys()
+    return "step" if of_tokens else "log"
+
+
+def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
+    from . import runs
+
+    if output is None:
+        parent = os.path.commonpath([x.resolve().parent for x in folders])
+        output = folders[0] / "report.html" if len(folders) == 1 else Path(parent) / "runs.html"
+    yield runs.write(folders, output)
+    yield f"page: {output}"
+    for folder in folders:
+        if (path := folder / "metrics.jsonl").exists():
+            yield from _of_log(path)
+
+
+def _of_log(path: Path, options: Any = None) -> Iterator[str]:
+    path = path / "trainer_state.json" if path.is_dir() else path
+    rows, known = logs.read(path)
+    steps, names = len({row["step"] for row in rows}), {name for row in rows for name in row}
+    yield f"{steps} steps of {path}: {', '.join(name for name in logs.NAMES if name in names)}"
+    yield from _findings(rows, known)
+
+
+def _findings(rows: list[dict[str, Any]], options: dict[str, Any]) -> Iterator[str]:
+    found = rules.verdicts(rows, options)
+    for finding in found:
+        yield f"{rules.VERDICTS[finding.rule.verdict]}: {finding} [{finding.rule.source}]"
+    yield f"Nothing {'else ' if found else ''}stands out."
+
+
+def _of_step(path: Path, options: argparse.Namespace) -> Iterator[str]:
+    # The page is beside a file, or beside the folder of a step.
+    beside = path.with_name(f"{path.name}.html") if path.is_dir() else path.with_suffix(".html")
+    output = options.output or beside
+    if output == path:
+        raise ValueError(f"--output: expected another file than PATH; got {output}")
+    explanation = exports.read(path)
+    if options.tokenizer:
+        explanation = _with_texts(explanation, options.tokenizer)
+    explanation = replace(explanation, causes=rank(explanation))
+    text = page.step_page(explanation, title=path.name, sort=options.sort or "call")
+    output.write_text(text, encoding="ascii")
+    yield str(explanation)
+    yield from _findings([logs.row_of(explanation)], {})
+    yield f"page: {output}"
 
 
 def _with_texts(explanation: Explanation, name: str) -> Explanation:

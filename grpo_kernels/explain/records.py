@@ -1,7 +1,7 @@
-"""JSONL of an explanation, with one row per sequence.
+"""Rows in JSON: one per sequence of an explanation, and one per step of a run.
 
-Numbers are strict JSON, which has neither NaN nor infinity: null stands for the first, the largest
-float32 for the second.
+An explanation's are strict JSON, which has neither NaN nor infinity: null stands for the first, the
+largest float32 for the second.
 """
 
 from __future__ import annotations
@@ -37,6 +37,22 @@ def write_jsonl(explanation: Explanation, path: str | Path) -> None:
             tokens[name] = [float(f"{x:.9g}") for x in column[start:end].tolist()]
         lines.append(dump({"sequence": i, **e.sequences[i], "tokens": tokens}) + "\n")
     Path(path).write_text("".join(lines), encoding="ascii")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a file that have a whole `step`; none if there is no such file.
+
+    Damaged and unfinished lines are skipped.
+    """
+    rows = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
 
 
 def dump(x: Any) -> str:

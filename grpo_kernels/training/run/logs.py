@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...explain.records import read_rows
+
 # Problems that a run holds out, and digests of the prompts that it trains on: every run has these.
 HELD_OUT, TRAINED_ON = "held_out.jsonl", "trained_on.json"
 NAMES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "answers.jsonl")
@@ -32,19 +34,6 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
                 file.truncate(size)  # half a row would swallow the next one
             error.filename = str(path)  # which that of a write does not have
             raise
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; skips lines that are not a row (unfinished, damaged)."""
-    rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -86,11 +75,11 @@ def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:
     for name in NAMES:
         path = folder / name
         if path.exists():
-            write_rows(path, [row for row in read(path) if row["step"] <= step])
+            write_rows(path, [row for row in read_rows(path) if row["step"] <= step])
     # The answers of an evaluation are written before its row.
-    answers, whole = folder / "answers.jsonl", {x["step"] for x in read(folder / NAMES[2])}
+    answers, whole = folder / "answers.jsonl", {x["step"] for x in read_rows(folder / NAMES[2])}
     if answers.exists():
-        write_rows(answers, [row for row in read(answers) if row["step"] in whole])
+        write_rows(answers, [row for row in read_rows(answers) if row["step"] in whole])
     for path in (folder / "explanations").glob("step-*"):
         number = path.stem.removeprefix("step-")
         if number.isdigit() and int(number) > step:

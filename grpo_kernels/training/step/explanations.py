@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...base.outputs import GRPOLossOutput
 from ...explain import explain
+from ...explain.records import read_rows
 from ...explain.steps import ExplainedSteps
-from ..run import logs
 from .samples import Samples, Update, loss_options
 from .scoring import Scorer
 
@@ -33,7 +33,7 @@ class Explanations:
         """Begins, or goes on after the steps up to `step` of the run that is resumed."""
         run = self.scorer.run
         if run.accelerator.is_main_process:
-            rows = logs.read(run.config.folder / "metrics.jsonl")
+            rows = read_rows(run.config.folder / "metrics.jsonl")
             run.look_on("explain", self.steps.open, [row for row in rows if row["step"] <= step])
 
     def write(self, why: str, samples: Samples, updates: Sequence[Update]) -> dict[str, Any] | None:

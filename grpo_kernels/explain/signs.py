@@ -1,0 +1,237 @@
+"""Signs that the rules look for in a log: each function returns the numbers it saw, else ""."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean as mean
+from statistics import median, stdev
+from typing import Any
+
+from .steps import ExplainedSteps
+
+Row = Mapping[str, Any]
+# Steps that count as "always", and steps within which a fall is fast.
+WINDOW, FAST = 5, 20
+WEIGHT = 0.02  # usual size of a language model's weight
+
+
+@dataclass(frozen=True)
+class Log:
+    """Rows of steps with our names, options as far as they are known, and the run's first row."""
+
+    rows: Sequence[Row]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    first: Row = field(default_factory=dict)
+
+    def columns(self, *names: str) -> list[list[float]]:
+        """Steps and values of metrics, of the rows where all of these are finite numbers."""
+        rows = ([row.get("step", i), *map(row.get, names)] for i, row in enumerate(self.rows, 1))
+        known = [row for row in rows if all(isinstance(x, int | float) for x in row)]
+        finite = [row for row in known if all(map(math.isfinite, row))]
+        return [[*x] for x in zip(*finite, strict=True)] or [[] for _ in range(len(names) + 1)]
+
+    def __getitem__(self, name: str) -> list[float]:
+        return self.columns(name)[1]
+
+    def span(self, name: str) -> str:
+        low, high = f"{min(self[name]):.3g}", f"{max(self[name]):.3g}"
+        return f"{name} is {low}" + f" to {high}" * (high != low)
+
+    def top(self, limit: float, *names: str) -> str:
+        """The first of these metrics whose largest value is above the limit."""
+        for name in names:
+            value, step = max(zip(self[name], self.columns(name)[0], strict=True), default=(0.0, 0))
+            if value > limit:
+                return f"{name} is {value:.3g} at step {step:.0f}"
+        return ""
+
+    def change(self, name: str) -> tuple[float, float, float]:
+        """Means of the first and of the last quarter of the steps, and the noise of both."""
+        x, k = self[name], max(1, len(self[name]) // 4)
+        if len(x) < 3:
+            return 0.0, 0.0, math.inf
+        noise = stdev(b - a for a, b in pairwise(x)) / k**0.5
+        return mean(x[:k]), mean(x[-k:]), noise
+
+
+def _infinite(row: Row, name: str) -> bool:
+    """True for NaN and infinity, for which logs in JSON may have null."""
+    x = row.get(name, 0.0)
+    return x is None or (isinstance(x, float) and not math.isfinite(x))
+
+
+def skipped_by_scaler(row: Row) -> bool:
+    """True if gradients of a step were too large for float16 at the scale of the loss."""
+    return _infinite(row, "grad_norm") and "loss_scale" in row and "bad_updates" not in row
+
+
+def loss_zero(log: Log) -> str:
+    moves = "grad_norm" if log["grad_norm"] else "reward_std"
+    zero = bool(log["loss"]) and median(map(abs, log["loss"])) <= 5e-4 and any(log[moves])
+    return f"{log.span('loss')}, {log.span(moves)}" if zero else ""
+
+
+def loss_negative(log: Log) -> str:
+    return log.span("loss") if min(log["loss"], default=0.0) < -5e-4 else ""
+
+
+def loss_is_kl(log: Log) -> str:
+    _, loss, kl = log.columns("loss", "kl")
+    parts = [x / y for x, y in zip(loss, kl, strict=True) if y > 0 and x > 5e-4]
+    beta = log.options.get("beta") or median(parts or [0.0])
+    rest = [abs(x - beta * y) for x, y in zip(loss, kl, strict=True)]
+    if len(parts) < 2 or median(rest) > 0.05 * median(map(abs, loss)) + 5e-5:
+        return ""
+    return f"loss is {beta:.2g} times kl, up to {max(loss):.3g}"
+
+
+def kl_absent(log: Log) -> str:
+    if log.options.get("beta") or log["kl"] or not log["loss"]:
+        return ""
+    return "kl is NaN" if any("kl" in row for row in log.rows) else "the log has no kl"
+
+
+def kl_negative(log: Log, usual: bool = True) -> str:
+    found = [x for x in ("kl", "old_kl") if min(log[x], default=0.0) < 0]
+    return next((log.span(x) for x in found if (median(log[x]) >= -0.1) == usual), "")
+
+
+def kl_large(log: Log) -> str:
+    _, largest, average = log.columns("kl_max", "kl")
+    share = max((x / y for x, y in zip(largest, average, strict=True) if y > 0), default=0.0)
+    one = f"; one token has as much as {share:,.0f} average ones" if share > 2 else ""
+    saw = log.top(10.0, "kl_max", "kl")
+    return saw and saw + one
+
+
+def entropy_low(log: Log) -> str:
+    last, first = (log["entropy"] or [1.0])[-1], log.first.get("entropy") or 0.0
+    late = log.first.get("step", 0) > FAST  # so the log does not tell where it began
+    low = last < 0.05 and (late or last < 0.2 * first)
+    return f"entropy fell from {first:.2f} to {last:.3f}" if low else ""
+
+
+def entropy_falls(log: Log, learns: bool) -> str:
+    """Compares means of `WINDOW` steps; `learns` tells whether the reward rose meanwhile."""
+    steps, entropy = log.columns("entropy")
+    known = dict(zip(*log.columns("reward"), strict=True))
+    parts = [slice(i, i + WINDOW) for i in range(len(steps) - WINDOW + 1)]
+    means = [(mean(entropy[x]), mean(known.get(i, 0.0) for i in steps[x])) for x in parts]
+    for end, (low, now) in enumerate(means):
+        for start in range(max(0, end - FAST), end - WINDOW + 1):
+            high, was = means[start]
+            fast = steps[end] - steps[start] <= FAST
+            if fast and low <= high / 2 and (now > was) == learns:
+                return (
+                    f"entropy fell from {high:.2f} to {low:.2f} by step "
+                    f"{steps[end + WINDOW - 1]:.0f}, reward went from {was:.3g} to {now:.3g}"
+                )
+    return ""
+
+
+def clip_zero(log: Log) -> str:
+    clipped, option = log["clip_ratio/region_mean"], log.options.get
+    once = option("epochs_per_rollout", 1) * option("minibatches", 1) == 1
+    zero = once and clipped and not any(clipped)
+    return f"clip_ratio/region_mean is 0 at {len(clipped)} steps" if zero else ""
+
+
+def stretch(log: Log, name: str, least: float) -> str:
+    """The longest stretch of such values, if it has `WINDOW` steps or is the whole log."""
+    run = longest = end = 0
+    steps, values = log.columns(name)
+    for step, x in zip(steps, values, strict=True):
+        run = run + 1 if x >= least else 0
+        if run > longest:
+            longest, end = run, int(step)
+    always = longest and longest >= min(WINDOW, len(values))
+    last = f"{longest} steps in a row, the last one {end}" if longest > 1 else f"step {end}"
+    return f"{name} is {least:g}{' or more' * (least < 1)} at {last}" if always else ""
+
+
+def truncated(log: Log) -> str:
+    saw, limit = stretch(log, "truncated", 0.95), log.options.get("max_completion_length")
+    return saw and saw + (f", with max_completion_length = {limit}" if limit else "")
+
+
+def bad_gradient(log: Log) -> str:
+    rows = [(row.get("step", i), row) for i, row in enumerate(log.rows, 1)]
+    bad = [
+        f"{name} is {row[name]} at step {step}" for step, row in rows
+        for name in ("grad_norm", "loss") if _infinite(row, name) and not skipped_by_scaler(row)
+    ]  # fmt: skip
+    return bad[0] + f", the first of {len(bad)} such values" * (len(bad) > 1) if bad else ""
+
+
+def scaled(log: Log) -> str:
+    scales = [row["loss_scale"] for row in log.rows if skipped_by_scaler(row)]
+    return f"gradients overflow float16 at a loss scale of {scales[0]:g}" if scales else ""
+
+
+def grad_zero(log: Log) -> str:
+    _, norms, spread = log.columns("grad_norm", "reward_std")
+    still = norms and not any(norms) and any(spread)
+    return f"grad_norm is 0 at {len(norms)} steps, {log.span('reward_std')}" if still else ""
+
+
+def spikes(log: Log) -> str:
+    """The spikes that the trainer explains."""
+    watch = ExplainedSteps(".", most=len(log.rows))
+    steps, norms = log.columns("grad_norm")
+    why = [watch.why(int(i), {"grad_norm": x}) for i, x in zip(steps, norms, strict=True)]
+    found = [f"{x}, step {i:.0f}" for i, x in zip(steps, why, strict=True) if x]
+    return "; ".join(found[:3]) + f"; and {len(found) - 3} more" * (len(found) > 3)
+
+
+def hacking(log: Log) -> str:
+    """Held-out accuracy needs two values, accuracy of samples a fall beyond its noise."""
+    was, now, noise = log.change("reward")
+    _, accuracy = log.columns("held_out_accuracy")
+    name, high, low = "held_out_accuracy", max(accuracy, default=0.0), (accuracy or [0.0])[-1]
+    falls = high - low > 0.049
+    if len(accuracy) < 2:
+        name, (high, low, spread) = "accuracy", log.change("accuracy")
+        falls = high - low > max(0.05, 2 * spread)
+    if not falls or now - was <= max(0.05 * abs(was), 2 * noise):
+        return ""
+    return f"reward went from {was:.3g} to {now:.3g}, {name} from {high:.3g} to {low:.3g}"
+
+
+def gap(log: Log, kind: str) -> str:
+    """The log's difference between sampler and trainer, if it is of this kind."""
+    gaps, largest = log["sampler_gap"], max(log["sampler_gap_max"], default=0.0)
+    ratio = log["sampling/importance_sampling_ratio/mean"]
+    if not gaps:
+        return ""
+    first, last, ratio_is = gaps[0], median(gaps[-WINDOW:]), median(ratio or [1.0])
+    if first >= 1 or largest >= 10:
+        found = "tokens"
+    elif first >= 0.1 or (first >= 0.02 and ratio_is <= 0.97):
+        found = "temperature"
+    elif last >= max(0.1, 4 * first):
+        found = "weights"
+    else:
+        found = "product" if ratio_is <= 0.9 else "rounding"
+    saw = f"sampler_gap was {first:.2g} nats at first, {last:.2g} at last"
+    saw += f", {largest:.2g} at most" * (largest > 0) + f"; mean ratio {ratio_is:.3g}" * bool(ratio)
+    return saw if found == kind else ""
+
+
+def no_support(log: Log) -> str:
+    option = log.options.get
+    cuts = option("top_k", 0) > 0 or option("top_p", 1) < 1 or option("min_p", 0) > 0
+    missing = cuts and option("replay_support") and not log["support/mean"]
+    return "the rollout returns no support" if missing and log["reward"] else ""
+
+
+def rounded_away(log: Log) -> str:
+    """Adam moves a weight by about the learning rate; bf16 keeps 8 bits of a weight."""
+    rates, option = log["learning_rate"], log.options.get
+    size = option("weight_size") or WEIGHT
+    lost = rates and option("dtype") == "bf16" and not option("lora_rank")
+    if not lost or max(rates) >= size / 512:
+        return ""
+    return f"learning_rate is {max(rates):.2g} at most, a weight of {size:g} needs {size / 512:.1g}"

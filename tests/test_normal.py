@@ -1,0 +1,521 @@
+"""Rules that tell whether a number is normal, on what public threads quote and on planted signs."""
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import grpo_kernels.explain
+from grpo_kernels.explain import __main__ as command
+from grpo_kernels.explain import exports, logs, rules
+from grpo_kernels.explain.rules import RULES, WINDOW, Watch, verdicts
+
+ROOT = Path(__file__).parent.parent
+BF16 = {"dtype": "bf16", "learning_rate": 1e-6}
+
+
+def steps(**columns):
+    """Rows of steps from lists of values; a number stands for one that does not change."""
+    count = max((len(x) for x in columns.values() if isinstance(x, list)), default=8)
+    lists = {k: x if isinstance(x, list) else [x] * count for k, x in columns.items()}
+    return [{"step": i + 1, **{k: x[i] for k, x in lists.items()}} for i in range(count)]
+
+
+def falling(start, end, count=30, at=10):
+    """Constant, then within ten steps another constant."""
+    slope = [start + (end - start) * min(1, max(0, (i - at) / 10)) for i in range(count)]
+    return [x * (1 + 0.02 * (-1) ** i) for i, x in enumerate(slope)]
+
+
+RISING = falling(0.2, 0.8)
+OVERFLOW = {"grad_norm": None, "loss_scale": 65536.0}
+# The sign, and a near miss: rows, and options of the run.
+CASES = {
+    "loss_zero": (
+        (steps(loss=[0.0, -0.0, 1e-4], grad_norm=0.1), {}),
+        (steps(loss=0.0, grad_norm=0.0), {}),
+    ),
+    "loss_negative": ((steps(loss=[0.1, -0.1]), {}), (steps(loss=[0.1, -1e-4]), {})),
+    "loss_is_kl": (
+        (steps(loss=[0.001, 0.004, 0.008], kl=[0.025, 0.1, 0.2]), {"beta": 0.04}),
+        (steps(loss=[0.001, 0.004, 0.008], kl=[0.025, 0.1, 0.2]), {"beta": 0.1}),
+    ),
+    "kl_absent": ((steps(loss=0.1), {"beta": 0.0}), (steps(loss=0.1), {"beta": 0.04})),
+    "kl_negative": ((steps(kl=[0.02, -0.01]), {}), (steps(kl=[0.02, 0.0]), {})),
+    "kl_below": ((steps(kl=[-0.2, 0.1, -0.3]), {}), (steps(kl=[-0.2, 0.1, 0.1]), {})),
+    "kl_large": ((steps(kl=0.1, kl_max=[9.0, 308.0]), {}), (steps(kl=0.1, kl_max=10.0), {})),
+    "entropy_learns": (
+        (steps(entropy=falling(1.0, 0.4), reward=RISING), {}),
+        (steps(entropy=falling(1.0, 0.6), reward=RISING), {}),
+    ),
+    "entropy_falls": (
+        (steps(entropy=falling(1.0, 0.4), reward=RISING[::-1]), {}),
+        (steps(entropy=falling(1.0, 0.4), reward=RISING), {}),
+    ),
+    "entropy_low": (
+        (steps(entropy=[2.0, *[0.04] * 5]), {}),
+        (steps(entropy=[0.1, *[0.04] * 5]), {}),
+    ),
+    "clip_zero": (
+        (steps(**{"clip_ratio/region_mean": 0.0}), {"minibatches": 1}),
+        (steps(**{"clip_ratio/region_mean": 0.0}), {"minibatches": 2}),
+    ),
+    "ratio_large": ((steps(ratio_max=[1.0, 55.0]), {}), (steps(ratio_max=9.0), {})),
+    "groups_equal": (
+        (steps(groups_equal=[0.5, *[1.0] * WINDOW, 0.5]), {}),
+        (steps(groups_equal=[0.5, *[1.0] * (WINDOW - 1), 0.5]), {}),
+    ),
+    "gradient": (
+        (steps(grad_norm=[0.1, math.nan]), {}),
+        ([{"step": 1, **OVERFLOW}, {"step": 2, "grad_norm": 0.1}], {}),
+    ),
+    "loss_scale": (
+        (steps(**OVERFLOW), {}),
+        (steps(**OVERFLOW, bad_updates=1), {}),
+    ),
+    "grad_zero": (
+        (steps(grad_norm=0.0, reward_std=0.4), {}),
+        (steps(grad_norm=0.0, reward_std=0.0), {}),
+    ),
+    "grad_spike": (
+        (steps(grad_norm=[0.3, 0.4, 0.3, 0.4, 0.3, 4.2]), {}),
+        (steps(grad_norm=[0.3, 0.4, 0.3, 0.4, 0.3, 1.4]), {}),
+    ),
+    "reward_hacking": (
+        (steps(reward=RISING, accuracy=RISING[::-1]), {}),
+        (steps(reward=RISING, accuracy=falling(0.5, 0.47)), {}),
+    ),
+    "truncated": (
+        (steps(truncated=0.97), {"max_completion_length": 256}),
+        (steps(truncated=0.9), {}),
+    ),
+    "gap_rounding": ((steps(sampler_gap=[0.02, 0.03]), {}), (steps(sampler_gap=0.2), {})),
+    "gap_product": (
+        (steps(**{"sampler_gap": 0.01, "sampling/importance_sampling_ratio/mean": 0.6}), {}),
+        (steps(**{"sampler_gap": 0.01, "sampling/importance_sampling_ratio/mean": 0.99}), {}),
+    ),
+    "gap_temperature": ((steps(sampler_gap=0.2), {}), (steps(sampler_gap=0.09), {})),
+    "gap_weights": (
+        (steps(sampler_gap=[0.02, 0.05, *[0.2] * 5]), {}),
+        (steps(sampler_gap=[0.02, *[0.06] * 5]), {}),
+    ),
+    "gap_tokens": (
+        (steps(sampler_gap=0.02, sampler_gap_max=14.0), {}),
+        (steps(sampler_gap=0.02, sampler_gap_max=3.0), {}),
+    ),
+    "bf16_weights": (
+        (steps(learning_rate=1e-6), BF16),
+        (steps(learning_rate=1e-6), BF16 | {"lora_rank": 8}),
+    ),
+    "answers_late": ((steps(answers_timed_out=2.0), {}), (steps(answers_timed_out=0.0), {})),
+    "support_missing": (
+        (steps(reward=0.5), {"top_p": 0.9, "replay_support": True}),
+        (steps(**{"reward": 0.5, "support/mean": 90.0}), {"top_p": 0.9, "replay_support": True}),
+    ),
+}  # fmt: skip
+
+
+def names(rows, options=None, *kinds):
+    return [x.rule.name for x in verdicts(rows, options) if not kinds or x.rule.verdict in kinds]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_sees_its_sign_and_not_its_near_miss(name):
+    sign, near = CASES[name]
+    assert name in names(*sign)
+    assert name not in names(*near)
+
+
+@pytest.mark.parametrize("name", [x for x in RULES if RULES[x].live])
+def test_the_trainer_warns_of_it_once_in_a_while(name):
+    """The same comes again after 20 steps; but an update left out is always told."""
+    ((first, *_, last), options), (others, near) = CASES[name]
+    if name == "groups_equal":
+        last = {"groups_equal": 1.0}
+    watch, quiet = Watch(options), Watch(near)
+    rows = [row | {"step": i} for i, row in enumerate([first, *[last] * 25], 1)]
+    told = [x for row in rows for x in watch.after_step(row) if x["rule"] == name]
+    assert len(told) == (25 if name == "gradient" else 2)
+    assert RULES[name].why in told[0]["text"]
+    assert not [x for row in others for x in quiet.after_step(row) if x["rule"] == name]
+
+
+def test_a_warning_has_the_numbers_and_the_remedy():
+    (warning,) = Watch({}).after_step({"step": 7, "kl_max": 50.0})
+    assert warning["text"].startswith("kl_max is 50 at step 7. k3 grows exponentially")
+    assert "Set kl_clamp" in warning["text"]
+
+
+def demo_runs():
+    runs = json.loads((ROOT / "benchmarks/results/demo.json").read_text())["runs"]["exact"]
+    return [steps(**run, accuracy=run["right"]) for run in runs]
+
+
+def test_clean_runs_have_nothing_to_look_at():
+    """The demo's three runs, but for two spikes that they have; and noise around levels."""
+    assert [names(run, {}, "look", "stop") for run in demo_runs()] == [
+        ["kl_large"], ["grad_spike"], [],
+    ]  # fmt: skip
+    draw = random.Random(0).gauss
+    for _ in range(5):
+        rows = [
+            {"step": i, "loss": draw(0.0, 0.05), "grad_norm": math.exp(draw(0, 0.3)), "kl": 0.1,
+             "reward": draw(0.5, 0.1), "reward_std": 0.3, "accuracy": draw(0.4, 0.1),
+             "groups_equal": random.Random(i).choice((0.0, 0.5, 1.0)) * (i % 3 > 0),
+             "entropy": math.exp(draw(0, 0.2)), "truncated": 0.1, "learning_rate": 1e-6,
+             "sampler_gap": 0.02, "clip_ratio/region_mean": 0.01, "ratio_max": 1.5}
+            for i in range(1, 121)
+        ]  # fmt: skip
+        options = {"dtype": "mixed", "beta": 0.04, "minibatches": 2, "top_p": 1.0}
+        assert names(rows, options) == ["loss_negative", "gap_rounding"]
+        watch = Watch(options)
+        assert not [x for row in rows for x in watch.after_step(row)]
+
+
+# Numbers that people posted, and what the rules say of them. A thread's sentences and tables are
+# rows here; the gaps of TRL #5815 and #7269 and the middle reward of autocontext #1076 are ours.
+THREADS = {
+    "TRL #3857": (
+        "{'loss': 0.0, 'grad_norm': 0.0, 'learning_rate': 1.7050844078611056e-06, "
+        "'completions/mean_length': 701.8125, 'completions/clipped_ratio': 0.0, "
+        "'rewards/if_rewrite_reward/mean': -3.0, 'rewards/if_rewrite_reward/std': "
+        "5.080004692077637, 'reward': 3.0, 'reward_std': 0.0, 'frac_reward_zero_std': 1.0, "
+        "'clip_ratio/low_mean': 0.0, 'clip_ratio/region_mean': 0.0, 'epoch': 0.33}",
+        "kl_absent clip_zero groups_equal",
+    ),
+    "TRL #3452": (
+        "{'loss': 0.0, 'grad_norm': 0.08656957000494003, 'reward': 1.7171093285083772, "
+        "'reward_std': 0.5700982138514519, 'kl': 0.0005371240986278281, 'epoch': 0.31}\n"
+        "{'loss': 0.0, 'grad_norm': 0.09666649252176285, 'reward': 1.8844376266002656, "
+        "'reward_std': 0.7487143039703369, 'kl': 0.0005386197401094251, 'epoch': 0.33}",
+        "loss_zero",
+    ),
+    "open-r1 #239": (
+        "{'loss': 0.0, 'grad_norm': 1.673892617225647, 'rewards/accuracy_reward': "
+        "0.6413265191018581, 'reward': 1.279911534488201, 'kl': 0.00041866302490234375}\n"
+        "{'loss': 0.0, 'grad_norm': 0.9771971106529236, 'rewards/accuracy_reward': "
+        "0.6280612092465162, 'reward': 1.2586214922368526, 'kl': 0.0010107040405273437}\n"
+        "{'loss': 0.0001, 'grad_norm': 0.4975500702857971, 'rewards/accuracy_reward': "
+        "0.7127550840377808, 'reward': 1.420384594798088}",
+        "loss_zero",
+    ),
+    "train-deepseek-r1 #4": (
+        "{'loss': 0.0007, 'grad_norm': 3.265625, 'rewards/accuracy_reward': 0.5, 'reward': "
+        "1.386278110742569, 'kl': 0.017456819815561176}\n"
+        "{'loss': 0.0009, 'grad_norm': 3.65625, 'rewards/accuracy_reward': 0.5, 'reward': "
+        "1.4029145538806915, 'kl': 0.02297338340431452}",
+        "loss_is_kl",
+    ),
+    "unsloth #2291": (
+        "Step | Training Loss | reward | reward_std | completion_length | kl\n"
+        "-- | -- | -- | -- | -- | --\n"
+        "1 | 0.000000 | -17.250000 | 1.500000 | 445.500000 | 0.000000\n"
+        "9 | 0.000100 | -3.000000 | 1.732051 | 318.500000 | 0.001667\n"
+        "10 | 0.000100 | -11.500000 | 1.732051 | 313.500000 | 0.002300\n",
+        "loss_zero",
+    ),
+    "open-r1 #704": (
+        "Step | Training Loss | reward | reward_std | completions / clipped_ratio | kl | entropy\n"
+        "1 | -0.283600 | 13.437500 | 21.810942 | 0.500000 | nan | 0\n"
+        "2 | -0.149100 | 6.931818 | 14.526671 | 0.625000 | nan | No Log\n",
+        "loss_negative kl_absent",
+    ),
+    "LlamaFactory #1833": ("{'kl': -1.50}", "kl_below"),
+    "torchforge #664": (
+        '{"grpo_loss/kl_divergence_mean": 1568987.96, "grpo_loss/kl_divergence_max": '
+        '6821680128.0, "grpo_loss/total_loss": 1.77}',
+        "kl_large",
+    ),
+    "verl #7412": (
+        "(TaskRunner pid=222265) step:34 - actor/entropy:0.22266578674316406 - "
+        "actor/pg_clipfrac:0.0007935191160472839 - actor/ppo_kl:-8.163164312320433e-06 - "
+        "actor/kl_loss:0.0013280365410537343 - actor/loss:0.042398229241371155 - "
+        "actor/grad_norm:0.129638671875 - actor/lr:2e-06 - critic/rewards/mean:-0.018279662",
+        "kl_negative",
+    ),
+    "Entropy-Mechanism-of-RL #21": (
+        "step:4 - actor/pg_loss:0.025936965830624104 - actor/pg_clipfrac:0.0 - "
+        "actor/ppo_kl:0.010411410980547467 - actor/grad_norm:0.4913400746881962 - "
+        "val-core/omni-math/acc/mean@1:0.16129032258064516",
+        "kl_absent clip_zero",
+    ),
+    "ms-swift #5571": (
+        "'loss': -0.0, 'grad_norm': 0.0, 'learning_rate': 2.6e-07, 'reward': 0.34375, "
+        "'reward_std': 0.4397946, 'frac_reward_zero_std': 0.0, 'completions/clipped_ratio': 0.0, "
+        "'kl': 0.0, 'clip_ratio/region_mean': 0.0, 'global_step/max_steps': '5/3766'}",
+        "clip_zero grad_zero",
+    ),
+    "ms-swift #9261": (
+        '{"loss": 0.0, "grad_norm": 0.0, "completions/mean_length": 4096.0, '
+        '"completions/clipped_ratio": 1.0, "reward": 0.0, "reward_std": 0.0, '
+        '"frac_reward_zero_std": 1.0, "entropy/mean": 0.82074341, "clip_ratio/region_mean": 0.0, '
+        '"global_step/max_steps": "1/10000"}\n{"loss": 0.0, "grad_norm": 0.0, "entropy/mean": '
+        '0.55015859, "clip_ratio/region_mean": 0.0, "global_step/max_steps": "2/10000"}',
+        "kl_absent clip_zero groups_equal truncated",
+    ),
+    "ms-swift #4465": (
+        '{"loss": -0.03745745, "grad_norm": 0.00613374, "completions/clipped_ratio": 0.175, '
+        '"reward": 1.55, "reward_std": 0.21547005, "kl": NaN, "clip_ratio/region_mean": NaN}',
+        "loss_negative kl_absent",
+    ),
+    "ms-swift #2280": (
+        "{'loss': 2.0916357, 'grad_norm': 6.08488035, 'global_step/max_steps': '1/2046'}\n"
+        "Train:   0%|    | 1/2046 [00:14<8:16:53, 14.58s/it][h264 @ 0x7fc648030400]\n"
+        "{'loss': 2.0832541, 'grad_norm': nan, 'memory(GiB)': 65.89}",
+        "kl_absent gradient",
+    ),
+    "autocontext #1067": (
+        '{"completions/mean_length": 256, "completions/clipped_ratio": 1, "reward": 0, '
+        '"reward_std": 0, "frac_reward_zero_std": 1, "loss": 0, "grad_norm": 0}',
+        "kl_absent groups_equal truncated",
+    ),
+    "open-r1 #255": (
+        "{'loss': 0.0, 'grad_norm': 0.7982587522423048, 'rewards/accuracy_reward': "
+        "0.15982143627479672, 'reward': 0.7114849153440446, 'kl': 0.0001536548137664795}\n"
+        "{'loss': 0.0002, 'grad_norm': 0.8481642609786243, 'rewards/accuracy_reward': "
+        "0.1178571494296193, 'reward': 0.6940873321145773, 'kl': 0.0039509057998657225}\n"
+        "{'loss': 0.0045, 'grad_norm': 1.8925111056766821, 'rewards/accuracy_reward': "
+        "0.06428571762517095, 'reward': 0.8866595663130283}",
+        "loss_zero",
+    ),
+    "autocontext #1076": (
+        '{"reward": 0.65, "held_out_accuracy": 0.63}\n{"reward": 0.7}\n'
+        '{"reward": 0.74, "held_out_accuracy": 0.58}',
+        "reward_hacking",
+    ),
+    "TRL #4772": ('{"sampling/sampling_logp_difference/mean": 0.012}', "gap_rounding"),
+    "TRL #5815": (
+        '{"sampling/sampling_logp_difference/mean": 0.01, '
+        '"sampling/importance_sampling_ratio/mean": 0.569}',
+        "gap_product",
+    ),
+    "TRL #6789": (
+        '{"sampling/sampling_logp_difference/mean": 0.105350, '
+        '"sampling/importance_sampling_ratio/mean": 0.9}',
+        "gap_temperature",
+    ),
+    "TRL #7269": (
+        '{"sampling/sampling_logp_difference/mean": 0.036, '
+        '"sampling/importance_sampling_ratio/mean": 0.965}',
+        "gap_temperature",
+    ),
+}
+
+
+@pytest.mark.parametrize("thread", THREADS)
+def test_numbers_of_public_threads(tmp_path, thread):
+    text, expected = THREADS[thread]
+    (path := tmp_path / "log.txt").write_text(text)
+    found = verdicts(*logs.read(path))
+    assert [x.rule.name for x in found] == expected.split()
+    if thread == "torchforge #664":
+        assert "kl_max is 6.82e+09 at step 1; one token has as much as 4,348 average" in str(
+            found[0]
+        )
+
+
+def state(rows, **more):
+    """TRL's trainer_state.json: rows of training, of an evaluation, and the last one's times."""
+    ends = [{"epoch": 1.0, "eval_loss": 0.0, "eval_rewards/accuracy_reward/mean": 0.5, "step": 2},
+            {"epoch": 1.0, "step": 2, "train_loss": 0.1, "train_runtime": 9.0}]  # fmt: skip
+    values = {"best_metric": None, "global_step": 2, "log_history": [*rows, *ends], **more}
+    return json.dumps(values, indent=2)
+
+
+TRL = {
+    "loss": 0.1, "grad_norm": 0.3, "frac_reward_zero_std": 0.25, "entropy": 0.8,
+    "completions/clipped_ratio": 0.5, "sampling/sampling_logp_difference/mean": 0.02,
+}  # fmt: skip
+WANDB = (
+    '"Step","lunar-sun-3 - train/kl","lunar-sun-3 - train/kl__MIN","lunar-sun-3 - train/kl__MAX",'
+    '"lunar-sun-3 - train/rewards/accuracy_reward/mean"\n'
+    '"1","0.02","0.01","0.03","0.5"\n"2","NaN","","",""\n'
+)
+# A file by its name, in the form in which people have it, and its rows.
+FILES = {
+    "trainer_state.json": (
+        state([{"epoch": 0.5, "step": 1, **TRL}, {"step": 2, "grad_norm": math.nan}]),
+        [{"step": 1, "loss": 0.1, "grad_norm": 0.3, "groups_equal": 0.25, "truncated": 0.5,
+          "entropy": 0.8, "sampler_gap": 0.02},
+         {"step": 2, "grad_norm": math.nan}, {"step": 2, "held_out_accuracy": 0.5}],
+    ),
+    "history.json": (
+        '[{"kl": 0.1}, 3, {"kl": null}]', [{"step": 1, "kl": 0.1}, {"step": 2, "kl": None}],
+    ),
+    "slurm.out": (
+        "Loading, please wait: 3 - 4\n  1%|1 | 1/99 [00:14<8:16:53]{'loss': '0.0', 'kl': '1e-05', "
+        "'epoch': '0.01'}\n{'loss': -0.5, 'kl': inf, 'global_step/max_steps': '7/99'}\n",
+        [{"step": 1, "loss": 0.0, "kl": 1e-05}, {"step": 7, "loss": -0.5, "kl": math.inf}],
+    ),
+    "chart.csv": (
+        WANDB, [{"step": 1, "kl": 0.02, "accuracy": 0.5}, {"step": 2, "kl": math.nan}],
+    ),
+    "history.csv": (
+        "\ufeff,_step,train/loss,train/reward,_runtime\n0,5,0.25,1,9\n1,6,,2,9\n",
+        [{"step": 5, "loss": 0.25, "reward": 1.0}, {"step": 6, "reward": 2.0}],
+    ),
+    "verl.jsonl": (
+        '{"step": 3, "data": {"actor/entropy": 0.4, "response_length/clip_ratio": 0.1, '
+        '"training/rollout_probs_diff_mean": 0.005, "critic/score/mean": 0.5, "actor/lr": 1e-06, '
+        '"critic/rewards/mean": 0.4, "val-core/openai/gsm8k/acc/mean@1": 0.7}}\n',
+        [{"step": 3, "entropy": 0.4, "truncated": 0.1, "sampler_gap": 0.005, "reward": 0.4,
+          "learning_rate": 1e-06, "held_out_accuracy": 0.7}],
+    ),
+    "metrics.jsonl": (
+        '{"step": 1, "loss": null, "clip_low": 0.1, "clip_high": 0.2, "warnings": [{"rule": "a"}]}'
+        '\n{"step": 2, "lo',
+        [{"step": 1, "loss": None, "clip_ratio/region_mean": pytest.approx(0.3)},
+         {"step": 0, "held_out_accuracy": 0.25}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_log_is_read_in_the_form_that_people_have(tmp_path, name):
+    text, expected = FILES[name]
+    (path := tmp_path / name).write_text(text)
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "accuracy": 0.25}\n')
+    (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16", "beta": 0.5, "x": "y"}')
+    rows, options = logs.read(path)
+    if name == "metrics.jsonl":
+        assert rows == expected
+    else:  # where NaN equals NaN
+        assert [repr(sorted(x.items())) for x in rows] == [
+            repr(sorted(x.items())) for x in expected
+        ]
+    known = name in ("trainer_state.json", "metrics.jsonl")
+    assert options == ({"dtype": "bf16", "beta": 0.5} if known else {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    (
+        ("log.txt", "", "line 1: got ''"),
+        ("log.txt", "epoch 3\n", "line 1: got 'epoch 3'"),
+        ("log.txt", "[" * 100_000, "line 1: got '[[["),
+        ("log.jsonl", '{"a": 1}\n{"b"', "line 1: got"),
+        ("trainer_state.json", state([TRL])[:400], "line "),
+        ("trainer_state.json", "{}", "line 1: got JSON without a list log_history"),
+        ("trainer_state.json", '{"log_history": 3}', "line 1: got JSON without a list"),
+        ("chart.csv", "Step,a - train/kl,b - train/kl\n1,1,2\n", "line 1: got columns of a, b"),
+        ("chart.csv", "Step,kl\n1,0.1\n2," + "1" * 200_000, "line 3: field larger than"),
+        ("chart.csv", "\x00\xff", "line 1: got"),
+    ),
+)  # fmt: skip
+def test_what_is_no_log_is_named(tmp_path, capsys, name, text, message):
+    (path := tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit):
+        command.main([str(path)])
+    said = capsys.readouterr().err
+    assert f"{path}: expected trainer_state.json" in said and message in said
+    assert "Traceback" not in said
+
+
+def run(folder, **options):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(options))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.0, "grad_norm": 1.0}))
+    return folder
+
+
+def test_the_command_answers_in_sentences(tmp_path, capsys):
+    (tmp_path / "trainer_state.json").write_text(state([{"step": 1, **TRL, "kl": 6.8e9}]))
+    command.main([str(tmp_path)])
+    first, normal, finding, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"2 steps of {tmp_path / 'trainer_state.json'}: loss, grad_norm, ")
+    assert normal.startswith("normal: sampler_gap was 0.02 nats at first, 0.02 at last. Kernels")
+    assert finding.startswith("look at this: kl is 6.8e+09 at step 1. k3 grows exponentially")
+    assert finding.endswith("[torchforge #664, TRL #3015]")
+    assert last == "Nothing else stands out."
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Calls for the page of runs."""
+    calls = []
+    runs = SimpleNamespace(write=lambda *call: calls.append(call) or "Accuracy rose.")
+    monkeypatch.setitem(sys.modules, "grpo_kernels.explain.runs", runs)
+    monkeypatch.setattr(grpo_kernels.explain, "runs", runs, raising=False)
+    return calls
+
+
+def test_runs_get_a_page_and_the_rules(tmp_path, written, capsys):
+    folders = [run(tmp_path / x, beta=0.0) for x in ("a", "b")]
+    command.main([str(folders[0])])
+    first, page, log, *findings, last = capsys.readouterr().out.splitlines()
+    assert (first, page) == ("Accuracy rose.", f"page: {folders[0] / 'report.html'}")
+    assert log.endswith("metrics.jsonl: loss, grad_norm") and last == "Nothing else stands out."
+    assert [x.split(". ")[0] for x in findings] == [
+        "normal: loss is 0, grad_norm is 1", "normal: the log has no kl",
+    ]  # fmt: skip
+    command.main([str(x) for x in folders])
+    command.main([*map(str, folders), "--output", "all.html"])
+    assert written == [
+        ([folders[0]], folders[0] / "report.html"), (folders, tmp_path / "runs.html"),
+        (folders, Path("all.html")),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ("log.txt --output a.html", "--output: expected none for a log; leave it out"),
+        ("a --sort call", "--sort: expected none for a run"),
+        ("log.txt --tokenizer x", "--tokenizer: expected none for a log"),
+        ("a log.txt", "PATH: expected one path, or several runs; got log.txt, a log"),
+        ("missing.txt", "No such file or directory: 'missing.txt'"),
+        ("", "the following arguments are required: PATH"),
+    ),
+)
+def test_an_option_that_does_not_apply_is_refused(
+    tmp_path, monkeypatch, capsys, written, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "a")
+    Path("log.txt").write_text("{'kl': 0.1}")
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments.split())
+    assert message in capsys.readouterr().err and stopped.value.code == 2 and not written
+
+
+def step_file(folder, **changes):
+    """Two groups of two completions of two tokens each; the first group's rewards are equal."""
+    tokens = {"position": [0, 1], "entropy": [0.2, 0.4], "kl": [0.1, None],
+              "sampler_gap": [-0.02, 0.06], "clip": [0.0, -1.0]}  # fmt: skip
+    rows = [
+        {"group": i // 2, "reward": reward, "truncated": i == 3, "tokens": tokens | changes}
+        for i, reward in enumerate((0.5, 0.5, 0.0, 1.0))
+    ]
+    (path := folder / "step.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_tokens_of_a_step_are_a_row(tmp_path, capsys):
+    row = logs.row_of(exports.read(step_file(tmp_path)))
+    assert row == pytest.approx({
+        "step": 1, "entropy": 0.3, "entropy_max": 0.4, "kl": 0.1, "kl_max": 0.1,
+        "sampler_gap": 0.04, "sampler_gap_max": 0.06, "clip_ratio/region_mean": 0.5,
+        "groups_equal": 0.5, "truncated": 0.25,
+    })  # fmt: skip
+    bare = {"kl": [None, None], "clip": [None, None], "sampler_gap": [None, None]}
+    rest = logs.row_of(exports.read(step_file(tmp_path, **bare)))
+    assert rest.keys() == {"step", "entropy", "entropy_max", "groups_equal", "truncated"}
+    command.main([str(step_file(tmp_path, kl=[0.0, 40.0], clip=[0, 0]))])
+    *_, first, second, third, last, page = capsys.readouterr().out.splitlines()
+    assert [x.split(". ")[0] for x in (first, second, third)] == [
+        "normal: clip_ratio/region_mean is 0 at 1 steps",
+        "normal: sampler_gap was 0.04 nats at first, 0.04 at last, 0.06 at most",
+        "look at this: kl_max is 40 at step 1",
+    ]
+    assert last == "Nothing else stands out." and page.startswith("page: ")
+
+
+def test_the_page_is_that_of_the_table():
+    """CONTRIBUTING.md has the command that writes it."""
+    page = (ROOT / "docs/normal.md").read_text()
+    assert page == rules.markdown()
+    assert len(page.split()) <= 1100 and all(rule.source in page for rule in RULES.values())
