@@ -237,9 +237,9 @@ class Planted(Step):
 PLANTED = {
     "ratio": ("ratio", "and no clip bounds it", "share ratio"),
     "kl": ("kl", "outweighs the policy term", "times"),
-    "kl_of_one": ("kl", "1 token has", "mean_kl"),
+    "kl_of_one": ("kl", "1 token with", "mean_kl"),
     "kl_all_over": ("kl", "spread over many tokens", "kl"),
-    "short": ("length", "tokens of 5 short sequences weigh", "length"),
+    "short": ("length", "the tokens of 5 sequences weigh", "length"),
     "long": ("length", "the length of 1 sequence is over 5 times", "long"),
     "group": ("group", "the reward of sequence 37 differs", "sequence"),
     "group_by_its_advantages": ("group", "sequence 37", ""),
@@ -301,8 +301,8 @@ def test_a_clean_step_has_no_cause(seed, options):
     explanation = step.explain()
     assert explanation.causes == [], str(explanation)
     assert re.match(
-        r"nothing stands out: the largest shares of the gradient are \d\.\d% \(sequence \d+, token "
-        r"\d+\) and \d+\.\d% \(sequence \d+\)$", str(explanation),
+        r"nothing stands out: the largest shares of the gradient are \d\.\d % \(sequence \d+, "
+        r"token \d+\) and \d+\.\d % \(sequence \d+\)$", str(explanation),
     )  # fmt: skip
 
 
@@ -377,7 +377,10 @@ def test_all_completions_truncated():
     step = Step(0)
     step.truncated[:] = True
     cause = step.explain().causes[0]
-    assert cause.name == "truncated" and "in 64 truncated completions is 100%" in cause.text
+    assert (
+        cause.name == "truncated"
+        and "64 sequences ended at the limit of the length, with 100 %" in cause.text
+    )
     assert cause.share == pytest.approx(1)
 
 

@@ -5,6 +5,7 @@ import hashlib
 import re
 import struct
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +41,11 @@ class Page(HTMLParser):
         return strict_json(self.parts[("script", "application/json")])
 
 
+def links(page):
+    """Where the links lead to: the run, the step before, the next one."""
+    return [attributes["href"] for _, attributes in page.tags if "href" in attributes]
+
+
 def test_may_run_its_script_alone_and_load_nothing():
     page = Page(step_page(explanation()))
     (policy,) = (x["content"] for _, x in page.tags if x.get("http-equiv"))
@@ -53,7 +59,8 @@ def test_may_run_its_script_alone_and_load_nothing():
     )
     # Attributes with code or an address, which the policy refuses anyhow.
     names = {name for _, attributes in page.tags for name in attributes}
-    assert not {x for x in names if x in ("src", "href", "style", "action") or x[:2] == "on"}
+    assert not {x for x in names if x in ("src", "style", "action") or x[:2] == "on"}
+    assert links(page) == ["", "", ""]
     assert "url(" not in page.parts[("style",)] and "@import" not in page.parts[("style",)]
     # Ways in which text would become more than text.
     for way in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function("):
@@ -112,6 +119,48 @@ def test_the_order_at_first_is_one_that_the_page_has():
     assert Page(step_page(EMPTY, sort="gradient")).data()["sort"] == "gradient"
     with pytest.raises(ValueError, match="sort: expected 'call' or 'gradient'; got 'loss'"):
         step_page(EMPTY, sort="loss")
+
+
+def test_each_column_has_a_name_and_a_word_on_its_colours():
+    text = (Path(__file__).parent.parent / "docs/explain.md").read_text()
+    table = re.findall(r"^\| (`.*?) \|", text.split("| column |")[1], re.MULTILINE)
+    columns = set(re.findall(r"`(\w+)`", " ".join(table)))
+    script = Page(step_page(EMPTY)).parts[("script",)]
+    words = script[script.index("const WORDS") : script.index("const AROUND_1")]
+    assert columns <= set(re.findall(r"(\w+): \[", words)) and len(columns) > 15
+
+
+# A page in a folder, what else is there, and its title and links.
+PLACES = {
+    "no run": ("page.html", (), "page.html", ["", "", ""]),
+    "another name": ("base/explanations/of 3.html", ("base/about.json",), "of 3.html", [""] * 3),
+    "alone": ("base/explanations/step-000012.html", (), "Step 12 of base", ["", "", ""]),
+    "of the trainer": (
+        "base/explanations/step-000012.html", ("base/about.json", "base/explanations/step-2.html"),
+        "Step 12 of base", ["../report.html", "step-2.html", ""],
+    ),
+    "in the middle": (
+        "base/explanations/step-000012.html",
+        ("base/report.html", *(f"base/explanations/step-{n:06d}.html" for n in (1, 9, 1000000))),
+        "Step 12 of base", ["../report.html", "step-000009.html", "step-1000000.html"],
+    ),
+    "hostile": (
+        "<img onerror=x>&@DATA@/explanations/step-000012.html", (),
+        "Step 12 of <img onerror=x>&@DATA@", ["", "", ""],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_title_and_links_follow_from_the_place(case, tmp_path):
+    name, others, title, expected = PLACES[case]
+    for other in (name, *others):
+        (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / other).touch()
+    explanation().write(tmp_path / name)
+    page = Page((tmp_path / name).read_text())
+    assert page.parts[("title",)] == page.parts[("h1",)] == title
+    assert links(page) == expected
 
 
 def luminance(colour):

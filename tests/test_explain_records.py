@@ -96,7 +96,10 @@ def tokens(**changes):
         (changed(reward=10**400), "int too large"),
         (changed(length="9"), "expected length: numbers or null; got '9'"),
         (tokens(gradient_share=[0.5, 0.5]), "expected gradient_share: a number, the sum of the"),
-        (tokens(loss=[0, 1]), r"with the columns of line 1, \['position', 'text'\]; got \['pos"),
+        (
+            tokens(loss=[0, 1]),
+            r"with the columns of the first row, \['position', 'text'\]; got \['pos",
+        ),
         ('{"trainer_logprobs": 1}', "expected trainer_logprobs: a list; got 1"),
         ('{"trainer_logprobs": [1], "token_ids": [1, 2]}', "expected token_ids: 1 whole numbers"),
     ),
@@ -164,7 +167,7 @@ def test_tokens_that_prime_rl_masks_are_a_cause(tmp_path):
         rows = [{**columns, "advantages": [a] * 21} for a in (0.5, -0.5)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert [cause.name for cause in command.rank(read(path))] == causes
-        assert not causes or "masks drop 50% of the tokens" in command.rank(read(path))[0].text
+        assert not causes or "masks drop 50 % of the tokens" in command.rank(read(path))[0].text
 
 
 def test_prime_rl_columns_that_a_loss_lacks_have_no_numbers(tmp_path):
@@ -262,7 +265,7 @@ def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, ca
     command.main([str(path), "--sort", "gradient"])
     *lines, rules, last = capsys.readouterr().out.splitlines()
     # A terminal gets no control characters from a text.
-    assert lines[0].startswith(" 50%  ratio: </script><img") and r"\u2028\u202e" in "".join(lines)
+    assert lines[0].startswith(" 50 %  ratio: </script><img") and r"\u2028\u202e" in "".join(lines)
     assert last == f"page: {tmp_path / 'step.html'}" and rules == "Nothing stands out."
     page = (tmp_path / "step.html").read_text()
     assert "<h1>step.jsonl</h1>" in page and '"sort": "gradient"' in page

@@ -1,11 +1,13 @@
 """Pages that explain steps of a run, and which steps those are."""
 
 import math
+import re
 
 import pytest
 
 from grpo_kernels.explain.exports import read
 from grpo_kernels.explain.steps import FIRST, ExplainedSteps
+from tests.helpers.explanations import HOSTILE, explanation
 from tests.helpers.trainer_runs import (
     FakeRollout,
     assert_same_weights,
@@ -67,7 +69,7 @@ def test_a_jump_is_explained_by_itself_and_named(tiny_model, tmp_path, capsys):
     folder = trainer.train()
     pages = sorted(path.name for path in (folder / "explanations").glob("*.html"))
     assert pages == ["step-000007.html"]
-    assert "step 7 explained (grad_norm is" in capsys.readouterr().out
+    assert "warning: step 7 explained (grad_norm is" in capsys.readouterr().out
 
 
 def test_a_page_that_fails_does_not_end_the_run(tiny_model, tmp_path, capsys):
@@ -112,6 +114,7 @@ def test_pages_after_the_checkpoint_go(tiny_model, tmp_path):
     assert len([*pages.iterdir()]) == 6
     folder = trainer_of(config_of(tiny_model, tmp_path, **options)).train()
     assert sorted({path.stem for path in pages.iterdir()}) == ["step-000001", "step-000002"]
+    assert next_of(folder) == {"step-000001.html": "step-000002.html", "step-000002.html": ""}
     assert "explanations/step-000003.html" not in (folder / "report.html").read_text()
 
 
@@ -124,7 +127,8 @@ def test_explaining_changes_no_weight(tiny_model, tmp_path):
 
 def steps_of(values, **options):
     steps = ExplainedSteps("unused", **options)
-    return [i for i, x in enumerate(values, 1) if steps.why(i, {"grad_norm": x, "kl": 0.0})]
+    rows = ({"step": i, "grad_norm": x, "kl": 0.0} for i, x in enumerate(values, 1))
+    return [row["step"] for row in rows if steps.why(row)]
 
 
 def test_steps_that_are_explained():
@@ -136,8 +140,61 @@ def test_steps_that_are_explained():
     assert steps_of([*calm, 4.0**2, 4.0**4, 4.0**6], most=2) == [7, 8]
     assert steps_of([*calm, 1e9], factor=0) == []
     kl = ExplainedSteps("unused")
-    assert [kl.why(i, {"kl": x}) for i, x in enumerate([1e-6] * FIRST + [1e-3])] == [None] * 6
-    assert "kl is 0.5" in kl.why(9, {"kl": 0.5})
+    rows = [{"step": i, "kl": x} for i, x in enumerate([1e-6] * FIRST + [1e-3])]
+    assert [kl.why(row) for row in rows] == [None] * 6
+    assert "kl is 0.5" in kl.why({"step": 9, "kl": 0.5})
+
+
+def test_gradients_that_overflow_float16_are_no_spike():
+    rows = [{"step": i, "grad_norm": 1.0, "loss_scale": 512.0} for i in range(9)]
+    (steps := ExplainedSteps("unused")).open(rows)
+    overflow = {"step": 9, "grad_norm": math.inf, "loss_scale": 512.0}
+    assert steps.why(overflow) is None and "grad_norm is inf" in steps.why(
+        overflow | {"bad_updates": 1}
+    )
+
+
+def test_a_run_that_goes_on_compares_with_its_rows():
+    rows = [{"step": i, "grad_norm": x} for i, x in enumerate([1.0] * 8 + [50.0])]
+    steps = ExplainedSteps("unused", most=2)
+    steps.open(rows)
+    assert steps.why({"step": 9, "grad_norm": 40.0}) is None  # 50 was larger
+    assert "60, the median so far 1" in steps.why({"step": 10, "grad_norm": 60.0})
+    assert steps.why({"step": 11, "grad_norm": 70.0}) is None  # the third
+    steps.open([])
+    assert steps.why({"step": 1, "grad_norm": 70.0}) is None and steps.left == 2
+
+
+def next_of(folder):
+    """Where the link to the next page leads, by page."""
+    pages = sorted((folder / "explanations").glob("*.html"))
+    return {page.name: re.search(r'rel="next" href="(.*?)"', page.read_text())[1] for page in pages}
+
+
+def test_a_record_of_a_step_and_links_between_pages(tmp_path):
+    steps = ExplainedSteps(tmp_path, every=10)
+    record = steps.write(10, "every 10 steps", explanation())
+    assert record == {
+        "why": "every 10 steps", "spike": False, "cause": "ratio", "text": HOSTILE,
+    }  # fmt: skip
+    assert steps.message(10, record).startswith(
+        f"step 10 explained: ratio: {HOSTILE}; see {tmp_path}"
+    )
+    record = steps.write(12, "kl is <3>", explanation(causes=[]))
+    assert (record["spike"], record["cause"]) == (True, None)
+    assert record["text"].startswith("nothing stands out")
+    assert "step 12 explained (kl is <3>): nothing" in steps.message(12, record)
+    assert "Explained: kl is &lt;3&gt;." in steps.page(12).read_text()
+    steps.write(30, "every 10 steps", explanation())
+    names = [f"step-{n:06d}.html" for n in (10, 12, 30)]
+    assert next_of(tmp_path) == dict(zip(names, [*names[1:], ""], strict=True))
+    for path in (tmp_path / "explanations").glob("step-000030*"):  # after the checkpoint
+        path.unlink()
+    ExplainedSteps(tmp_path).open([])
+    assert next_of(tmp_path) == {names[0]: names[1], names[1]: ""}
+    steps.write(11, "every 11 steps", explanation())  # before what another run left
+    assert next_of(tmp_path) == {names[0]: "step-000011.html", "step-000011.html": names[1],
+                                 names[1]: ""}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{"every": -1}, {"factor": math.nan}, {"most": -1}])

@@ -43,10 +43,10 @@ class Explanation:
     def __str__(self) -> str:
         lines = []
         for cause in self.causes:
-            head = f"{cause.share:4.0%}  {cause.name}: {cause.text}"
-            lines += textwrap.wrap(head, 100, subsequent_indent=" " * 6)
-            lines += textwrap.wrap(cause.remedy, 100, initial_indent=" " * 6 + "-> ",
-                                   subsequent_indent=" " * 9)  # fmt: skip
+            head = f"{100 * cause.share:3.0f} %  {cause.name}: {cause.text}"
+            lines += textwrap.wrap(head, 100, subsequent_indent=" " * 7)
+            lines += textwrap.wrap(f"-> {cause.remedy}", 100, initial_indent=" " * 7,
+                                   subsequent_indent=" " * 10)  # fmt: skip
         return "\n".join(lines) or f"nothing stands out: {self._largest()}"
 
     def _largest(self) -> str:
@@ -57,23 +57,27 @@ class Explanation:
             return "no token has a gradient"
         i, rows = int(share.argmax()), [row["gradient_share"] for row in self.sequences]
         return (
-            f"the largest shares of the gradient are {share[i]:.1%} (sequence {self.sequence[i]}, "
-            f"token {self.position[i]}) and {max(rows):.1%} (sequence {rows.index(max(rows))})"
+            f"the largest shares of the gradient are {100 * share[i]:.1f} % (sequence "
+            f"{self.sequence[i]}, token {self.position[i]}) and {100 * max(rows):.1f} % (sequence "
+            f"{rows.index(max(rows))})"
         )
 
     def write(self, path: str | Path) -> None:
         """Writes a page (`.html`) or a row per sequence (`.jsonl`), over an existing file."""
-        match Path(path).suffix:
+        path = Path(path)
+        match path.suffix:
             case ".html":
                 from .page import step_page
 
-                Path(path).write_text(step_page(self), encoding="ascii")
+                path.write_text(step_page(self, path.name, path=path), encoding="ascii")
             case ".jsonl":
                 from .records import write_jsonl
 
                 write_jsonl(self, path)
             case other:
-                raise ValueError(f"path: expected a name in .html or .jsonl; got {other or path!r}")
+                raise ValueError(
+                    f"path: expected a name in .html or .jsonl; got {other or str(path)!r}"
+                )
 
 
 def shares(x: Tensor) -> Tensor:

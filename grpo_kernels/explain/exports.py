@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,25 +39,32 @@ def read(path: str | Path) -> Explanation:
         ValueError: naming file and line, what was expected and what came.
         ImportError: a parquet file needs pyarrow.
     """
-    path = Path(path)
+    path, rows = Path(path), list[Row]()
     if path.suffix == ".parquet":
-        return _explanation(path, _read_trl(path))
-    files = sorted(path.glob("rank_*.jsonl")) if path.is_dir() else [path]
-    return _explanation(path, [row for file in files for row in _read_lines(file)])
+        _parse(path, "row", _read_parquet(path), _trl, rows)
+    else:
+        for file in sorted(path.glob("rank_*.jsonl")) if path.is_dir() else [path]:
+            _parse(file, "line", file.read_bytes().splitlines(), _line, rows)
+    return _explanation(path, rows)
 
 
-def _read_lines(path: Path) -> list[Row]:
-    result: list[Row] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+def _parse(
+    path: Path, place: str, items: Iterable[Any], parse: Callable[[Any], Row], rows: list[Row]
+) -> None:
+    """Adds a file's rows, which have the same columns; an error says in which one it is."""
+    for number, item in enumerate(items, 1):
         try:
-            row = json.loads(line)
-            _expect(isinstance(row, dict), "an object", row)
-            result.append(_prime_rl(row) if "trainer_logprobs" in row else _own(row))
-            names, first = ([*tokens] for _, tokens in (result[-1], result[0]))
-            _expect(names == first, f"tokens with the columns of line 1, {first}", names)
+            rows.append(parse(item))
+            names, first = ([*tokens] for _, tokens in (rows[-1], rows[0]))
+            _expect(names == first, f"tokens with the columns of the first row, {first}", names)
         except (ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-    return result
+            raise ValueError(f"{path}, {place} {number}: {error}") from error
+
+
+def _line(line: bytes) -> Row:
+    row = json.loads(line)
+    _expect(isinstance(row, dict), "an object", row)
+    return _prime_rl(row) if "trainer_logprobs" in row else _own(row)
 
 
 def _own(row: dict[str, Any]) -> Row:
@@ -102,22 +109,15 @@ def _prime_rl(row: dict[str, Any]) -> Row:
     return sequence, tokens | {"clip": [high - low for low, high in ends]}
 
 
-def _read_trl(path: Path) -> list[Row]:
+def _read_parquet(path: Path) -> list[Any]:
     try:
         from pyarrow import parquet
 
-        rows = parquet.read_table(path).to_pylist()
+        return list(parquet.read_table(path).to_pylist())
     except ImportError as error:
         raise ImportError(f"{path}: parquet files need pyarrow: pip install pyarrow") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    result: list[Row] = []
-    for number, row in enumerate(rows, 1):
-        try:
-            result.append(_trl(row))
-        except (ValueError, OverflowError) as error:
-            raise ValueError(f"{path}, row {number}: {error}") from error
-    return result
 
 
 def _trl(row: dict[str, Any]) -> Row:
@@ -156,22 +156,18 @@ def _explanation(path: Path, rows: Sequence[Row]) -> Explanation:
     for row in sequences:
         if isinstance(row["group"], str):  # of an export: the prompt
             row["group"] = prompts.setdefault(row["group"], len(prompts))
+    lengths = [len(row["position"]) for row in tokens]
     columns = {name: [x for row in tokens for x in row[name]] for name in tokens[0]}
-    position, ids = (
-        torch.tensor(columns.pop(name, []), dtype=torch.int64, device="cpu")
-        for name in ("position", "token_id")
-    )
-    texts = [row["text"] for row in tokens] if columns.pop("text", None) is not None else None
-    numbers = {
-        name: torch.tensor(x, dtype=torch.float32, device="cpu") for name, x in columns.items()
-    }
-    lengths = torch.tensor(
-        [len(row["position"]) for row in tokens], dtype=torch.int64, device="cpu"
-    )
+    with torch.device("cpu"):
+        position, ids, sequence = (
+            torch.tensor(x, dtype=torch.int64)
+            for x in (columns.pop("position"), columns.pop("token_id", []), lengths)
+        )
+        texts = [row["text"] for row in tokens] if columns.pop("text", None) is not None else None
+        numbers = {name: torch.tensor(x, dtype=torch.float32) for name, x in columns.items()}
     return Explanation(
-        numbers, torch.repeat_interleave(lengths),
-        position, sequences, group_sums(sequences), [], texts,
-        ids if "token_id" in tokens[0] else None,
+        numbers, torch.repeat_interleave(sequence), position, sequences, group_sums(sequences), [],
+        texts, ids if "token_id" in tokens[0] else None,
         numbers["loss"].nansum().item() if "loss" in numbers else None,
     )  # fmt: skip
 

@@ -21,6 +21,8 @@ from .records import dump
 if TYPE_CHECKING:
     from .explanation import Explanation
 
+_STEP = re.compile(r"step-(\d+)\.html")
+
 
 def render(name: str, title: str, data: Mapping[str, Any], **texts: str) -> str:
     """Returns a page in ASCII, which runs only its own script and loads nothing.
@@ -47,13 +49,8 @@ def _template(name: str) -> str:
     folder = Path(__file__).parent
     text, own = ((folder / x).read_text(encoding="ascii") for x in ("page.html", name))
     parts = r"<style>\n(.*)</style>\n<header>(.*?)</header>\n(.*)<script>\n(.*)</script>\n"
-    style, head, body, script = re.fullmatch(parts, own, re.DOTALL).groups()  # type: ignore[union-attr]
-    for place, part in (
-        ("HEAD", head),
-        ("BODY", body),
-        ("OWN_STYLE", style),
-        ("OWN_SCRIPT", script),
-    ):
+    found = re.fullmatch(parts, own, re.DOTALL).groups()  # type: ignore[union-attr]
+    for place, part in zip(("OWN_STYLE", "HEAD", "BODY", "OWN_SCRIPT"), found, strict=True):
         text = text.replace(f"@{place}@", part)
     for part in ("style", "script"):
         code = re.search(f"<{part}>(.*?)</{part}>", text, re.DOTALL)[1]  # type: ignore[index]
@@ -62,16 +59,23 @@ def _template(name: str) -> str:
     return text
 
 
-def step_page(explanation: Explanation, title: str = "Why this loss", sort: str = "call") -> str:
+def step_page(
+    explanation: Explanation, title: str = "Why this loss", sort: str = "call",
+    path: Path | None = None, why: str = "",
+) -> str:  # fmt: skip
     """Returns the page of a step.
 
     Args:
         explanation: the result of `explain`.
         title: title of the page.
         sort: initial order of the sequences, "call" or "gradient"; the page has a switch.
+        path: where the page will be. For `RUN/explanations/step-000012.html` the title is "Step 12
+            of RUN", and links lead to the run's page and to the explained steps before and after.
+        why: the reason to explain the step.
     """
     if sort not in ("call", "gradient"):
         raise ValueError(f"sort: expected 'call' or 'gradient'; got {sort!r}")
+    title, *links = (path and _of_a_run(path.resolve())) or (title, "", "", "")
     e = explanation
     data = {
         "sort": sort, "loss": e.loss, "sequences": e.sequences, "groups": e.groups,
@@ -81,7 +85,35 @@ def step_page(explanation: Explanation, title: str = "Why this loss", sort: str 
         "sequence": e.sequence.tolist(), "position": e.position.tolist(),
         "columns": {name: _packed(column) for name, column in e.columns.items()},
     }  # fmt: skip
-    return render("step.html", title, data)
+    places = zip(("REPORT", "PREVIOUS", "NEXT"), links, strict=True)
+    return render("step.html", title, data, **dict(places), WHY=f"Explained: {why}." * bool(why))
+
+
+def _of_a_run(page: Path) -> tuple[str, str, str, str] | None:
+    """The title of a step's page in a run's folder, and its links; None of another page."""
+    run, here = page.parents[1], _STEP.fullmatch(page.name)
+    if page.parent.name != "explanations" or not here:
+        return None
+    step, others = int(here[1]), step_pages(page.parent)
+    before = [name for number, name in others.items() if number < step]
+    after = [name for number, name in others.items() if number > step]
+    # The trainer writes the first file at once, the second later; other trainers have neither.
+    report = "../report.html" * any((run / x).exists() for x in ("about.json", "report.html"))
+    return f"Step {step} of {run.name}", report, *(before[-1:] or [""]), *(after[:1] or [""])
+
+
+def step_pages(folder: Path) -> dict[int, str]:
+    """Returns the names of the pages of steps in a folder, by step, in order."""
+    found = (_STEP.fullmatch(path.name) for path in folder.glob("step-*.html"))
+    return dict(sorted((int(name[1]), name[0]) for name in found if name))
+
+
+def link_next(page: Path, name: str) -> None:
+    """Has the page of a step lead to another as the next one; to none, if the name is empty."""
+    place = rb'(<a rel="next" href=")[^"]*'
+    scratch = page.with_suffix(".tmp")
+    scratch.write_bytes(re.sub(place, rb"\g<1>" + name.encode(), page.read_bytes(), count=1))
+    scratch.replace(page)
 
 
 def _packed(column: Tensor) -> str:

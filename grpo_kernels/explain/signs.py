@@ -10,7 +10,7 @@ from statistics import fmean as mean
 from statistics import median, stdev
 from typing import Any
 
-from .steps import ExplainedSteps
+from .steps import ExplainedSteps, not_finite, skipped_by_scaler
 
 Row = Mapping[str, Any]
 # Steps that count as "always", and steps within which a fall is fast.
@@ -55,17 +55,6 @@ class Log:
             return 0.0, 0.0, math.inf
         noise = stdev(b - a for a, b in pairwise(x)) / k**0.5
         return mean(x[:k]), mean(x[-k:]), noise
-
-
-def _infinite(row: Row, name: str) -> bool:
-    """True for NaN and infinity, for which logs in JSON may have null."""
-    x = row.get(name, 0.0)
-    return x is None or (isinstance(x, float) and not math.isfinite(x))
-
-
-def skipped_by_scaler(row: Row) -> bool:
-    """True if gradients of a step were too large for float16 at the scale of the loss."""
-    return _infinite(row, "grad_norm") and "loss_scale" in row and "bad_updates" not in row
 
 
 def loss_zero(log: Log) -> str:
@@ -161,7 +150,7 @@ def bad_gradient(log: Log) -> str:
     rows = [(row.get("step", i), row) for i, row in enumerate(log.rows, 1)]
     bad = [
         f"{name} is {row[name]} at step {step}" for step, row in rows
-        for name in ("grad_norm", "loss") if _infinite(row, name) and not skipped_by_scaler(row)
+        for name in ("grad_norm", "loss") if not_finite(row, name) and not skipped_by_scaler(row)
     ]  # fmt: skip
     return bad[0] + f", the first of {len(bad)} such values" * (len(bad) > 1) if bad else ""
 
@@ -181,7 +170,7 @@ def spikes(log: Log) -> str:
     """The spikes that the trainer explains."""
     watch = ExplainedSteps(".", most=len(log.rows))
     steps, norms = log.columns("grad_norm")
-    why = [watch.why(int(i), {"grad_norm": x}) for i, x in zip(steps, norms, strict=True)]
+    why = [watch.why({"step": i, "grad_norm": x}) for i, x in zip(steps, norms, strict=True)]
     found = [f"{x}, step {i:.0f}" for i, x in zip(steps, why, strict=True) if x]
     return "; ".join(found[:3]) + f"; and {len(found) - 3} more" * (len(found) > 3)
 

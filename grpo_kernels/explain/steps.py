@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from .explanation import Explanation
+from .page import link_next, step_page, step_pages
 
 # Smallest values that count as a spike: a KL of 1e-5 that becomes 1e-4 is no news.
 SPIKES = {"grad_norm": 0.0, "kl": 0.01}
 FIRST, WINDOW = 5, 100  # steps before one can be a spike; steps that it is compared with
+
+
+def not_finite(row: Mapping[str, Any], name: str) -> bool:
+    """True for NaN and infinity, for which logs in JSON may have null."""
+    x = row.get(name, 0.0)
+    return x is None or (isinstance(x, float) and not math.isfinite(x))
+
+
+def skipped_by_scaler(row: Mapping[str, Any]) -> bool:
+    """True if gradients of a step were too large for float16 at the scale of the loss."""
+    return not_finite(row, "grad_norm") and "loss_scale" in row and "bad_updates" not in row
 
 
 class ExplainedSteps:
@@ -32,20 +45,30 @@ class ExplainedSteps:
         for name, x, least in (("every", every, 0), ("factor", factor, 0), ("most", most, 0)):
             if not least <= x < math.inf:
                 raise ValueError(f"{name}: expected a number >= {least}; got {x!r}")
-        self.folder, self.every, self.factor, self.left = Path(folder), every, factor, most
+        self.folder, self.every, self.factor = Path(folder) / "explanations", every, factor
+        self.most = self.left = most
         self.seen = {name: deque[float](maxlen=WINDOW) for name in SPIKES}
 
-    def why(self, step: int, values: Mapping[str, float | None]) -> str | None:
-        """Returns the reason to explain this step, or None; call it for every step.
+    def open(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Begins a run, or goes on after these rows of its steps. No page follows the last one."""
+        self.left = self.most
+        for seen in self.seen.values():
+            seen.clear()
+        for row in rows:
+            self.why(row)
+        for name in [*step_pages(self.folder).values()][-1:]:
+            link_next(self.folder / name, "")
+
+    def why(self, row: Mapping[str, Any]) -> str | None:
+        """Returns the reason to explain a step, or None; call it for every step.
 
         Args:
-            step: number of the step.
-            values: metrics of the step; `grad_norm` and `kl` are used.
+            row: metrics of the step, of which `grad_norm` and `kl` are used, and its number `step`.
         """
         spikes = []
         for name, least in SPIKES.items():
-            x, seen = values.get(name), self.seen[name]
-            if x is None:
+            x, seen = row.get(name), self.seen[name]
+            if x is None or (name == "grad_norm" and skipped_by_scaler(row)):
                 continue
             if len(seen) >= FIRST and self.factor:
                 if not math.isfinite(x):
@@ -57,20 +80,32 @@ class ExplainedSteps:
         if spikes and self.left > 0:
             self.left -= 1
             return "; ".join(spikes)
-        return f"every {self.every} steps" if self.every and step % self.every == 0 else None
+        return f"every {self.every} steps" if self.every and row["step"] % self.every == 0 else None
 
-    def write(self, step: int, why: str, explanation: Explanation) -> str:
-        """Writes the page and the rows of a step; returns a message for the user."""
-        folder = self.folder / "explanations"
-        folder.mkdir(parents=True, exist_ok=True)
-        page = folder / f"step-{step:06d}.html"
-        explanation.write(page)
+    def write(self, step: int, why: str, explanation: Explanation) -> dict[str, Any]:
+        """Writes the page and the rows of a step, to which the page before then leads.
+
+        Returns:
+            The step's record: `why`; `spike`, False for every n-th step; the name of the first
+            `cause`, or None; and a `text` about it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        page = self.page(step)
+        page.write_text(step_page(explanation, path=page, why=why), encoding="ascii")
         explanation.write(page.with_suffix(".jsonl"))
-        first = "".join(f"{cause.name}: {cause.text}; " for cause in explanation.causes[:1])
-        because = "" if self.was_asked_for(why) else f" ({why})"
-        return f"step {step} explained{because}: {first}see {page}"
+        for name in [name for n, name in step_pages(self.folder).items() if n < step][-1:]:
+            link_next(self.folder / name, page.name)
+        cause, text = None, str(explanation)
+        for first in explanation.causes[:1]:
+            cause, text = first.name, first.text
+        return {"why": why, "spike": not why.startswith("every "), "cause": cause, "text": text}
 
-    @staticmethod
-    def was_asked_for(why: str) -> bool:
-        """True for the reason of every n-th step, False for a spike's."""
-        return why.startswith("every ")
+    def page(self, step: int) -> Path:
+        """Returns where the page of a step is."""
+        return self.folder / f"step-{step:06d}.html"
+
+    def message(self, step: int, record: Mapping[str, Any]) -> str:
+        """Returns a line for the user about a step's record."""
+        why = f" ({record['why']})" * record["spike"]
+        cause = f"{record['cause']}: " if record["cause"] else ""
+        return f"step {step} explained{why}: {cause}{record['text']}; see {self.page(step)}"

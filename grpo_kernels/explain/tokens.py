@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.checks import FLOATS, ValueChecks, as_number, check_tensor, flatten
+from ..base.checks import FLOATS, ValueChecks, as_number, check_tensor
 from ..base.layout import Layout, check_targets
 from ..base.outputs import GRPOLossOutput
 from ..kernels import select_backend
@@ -26,15 +26,11 @@ from ..loss.tokens import Tokens
 from .causes import Thresholds, rank
 from .explanation import Explanation, group_sums, sequence_shares, shares, sums_of
 
-# Columns with a value at tokens outside of the mask, which only `ce_weights` have.
-_OF_ALL = ("gradient", "entropy_gradient", "gradient_share", "loss", "policy", "kl_loss", "ce_loss",
-           "entropy_loss", "logp", "entropy", "moved", "d_hidden")  # fmt: skip
-
 # Columns that are linear in the loss.
-_SCALED = (
-    "gradient", "entropy_gradient", "loss", "policy", "kl_loss", "ce_loss", "entropy_loss",
-    "weight", "d_hidden",
-)  # fmt: skip
+_SCALED = {"gradient", "entropy_gradient", "loss", "policy", "kl_loss", "ce_loss", "entropy_loss",
+           "weight", "d_hidden"}  # fmt: skip
+# Columns with a value at tokens outside of the mask, which only `ce_weights` have.
+_OF_ALL = _SCALED - {"weight"} | {"gradient_share", "logp", "entropy", "moved"}
 
 
 def explain(
@@ -112,24 +108,15 @@ def explain(
         raise TypeError(f"config: expected a GRPOLossConfig; got {type(config).__name__}")
     checks = ValueChecks()
     layout = Layout.of("out.logps", check_tensor("out.logps", out.logps), cu_seqlens, checks)
-    reference = out.kl if config.exact_kl else out.ref_logps
+    given = "kl" if config.exact_kl else "ref_logps"
+    reference = getattr(out, given)
     constants = loss_inputs(
-        config,
-        layout,
-        checks,
-        advantages,
-        layout.flat_mask(mask, checks),
-        old_logps=old_logps,
-        ref_logps=ref_logps,
-        sampling_logps=sampling_logps,
-        ce_weights=ce_weights,
-        num_items=num_items,
-        has_reference=reference is not None,
-    )
-    if reference is not None and config.exact_kl:
-        constants = replace(constants, kl=layout.flat("out.kl", reference))
-    elif reference is not None:
-        constants = replace(constants, ref_logps=layout.flat("out.ref_logps", reference))
+        config, layout, checks, advantages, layout.flat_mask(mask, checks), old_logps=old_logps,
+        ref_logps=ref_logps, sampling_logps=sampling_logps, ce_weights=ce_weights,
+        num_items=num_items, has_reference=reference is not None,
+    )  # fmt: skip
+    if reference is not None:
+        constants = replace(constants, **{given: layout.flat(f"out.{given}", reference)})
     check_entropy_given(config, out.entropy)
     entropy = None if out.entropy is None else layout.flat("out.entropy", out.entropy)
     columns = _columns(config, constants, layout.flat("out.logps", out.logps), entropy)
@@ -137,14 +124,9 @@ def explain(
         columns["moved"] = layout.flat("next_logps", next_logps) - columns["logp"]
     if d_hidden is not None:
         check_tensor("d_hidden", d_hidden, dtypes=FLOATS, device=layout.device)
-        if d_hidden.shape[:-1] != layout.shape:
-            expected = ", ".join(map(str, layout.shape))
-            raise ValueError(
-                f"d_hidden: expected shape [{expected}, H]; got {list(d_hidden.shape)}"
-            )
         dtype = torch.promote_types(d_hidden.dtype, torch.float32)
         norms = torch.linalg.vector_norm(d_hidden.detach(), dim=-1, dtype=dtype)
-        columns["d_hidden"] = flatten(norms.float())
+        columns["d_hidden"] = layout.flat("d_hidden.norm(dim=-1)", norms.float())
     ids = None if targets is None else check_targets(targets, layout.shape, layout.device)
     checks.read()
 
@@ -155,16 +137,7 @@ def explain(
     columns = {"gradient": gradient, "gradient_share": share, **columns}
     lengths = sequence.bincount(minlength=count).tolist()
     sequences = _sequences(columns, sequence, lengths, groups, rewards, truncated, prompts)
-    words = None
-    if tokenizer is not None:
-        if ids is None:
-            raise ValueError("targets: expected token ids for a tokenizer; got None")
-        if texts is not None:
-            raise ValueError("tokenizer: expected None with texts; got one")
-        words = decoded(tokenizer, [x.tolist() for x in ids.split(lengths)])
-    elif texts is not None:
-        rows = zip(_per_sequence("texts", texts, count), position.split(lengths), strict=True)
-        words = [_texts(i, *row) for i, row in enumerate(rows)]
+    words = _words(tokenizer, texts, ids, position, lengths)
     explanation = Explanation(
         columns, sequence, position, sequences, group_sums(sequences), [], words, ids, loss
     )
@@ -296,31 +269,30 @@ def _sequences(
     truncated: Any, prompts: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The sums and facts of each sequence."""
-    count = len(lengths)
+    count, in_policy = len(lengths), ~columns["advantage"].isnan()
+    sums = (sums_of(x, sequence, count) for x in (columns["advantage"].nan_to_num(), in_policy))
     facts: dict[str, list[Any]] = {
         "group": _groups(groups, count),
         "length": lengths,
         **sequence_shares(columns, sequence, count),
+        "advantage": [x / n if n else None for x, n in zip(*sums, strict=True)],
+        "reward": _per_sequence("rewards", rewards, count),
+        "truncated": _per_sequence("truncated", truncated, count),
+        "prompt": _per_sequence("prompts", prompts, count),
     }
-    in_policy = ~columns["advantage"].isnan()
-    sums = (sums_of(x, sequence, count) for x in (columns["advantage"].nan_to_num(), in_policy))
-    facts["advantage"] = [x / n if n else None for x, n in zip(*sums, strict=True)]
-    for name, x in (("reward", rewards), ("truncated", truncated), ("prompt", prompts)):
-        if x is not None:
-            argument = {"reward": "rewards", "prompt": "prompts"}.get(name, name)
-            facts[name] = _per_sequence(argument, x, len(lengths))
-    for x in facts.get("reward", []):
+    for x in facts["reward"]:
         if x is not None and not isinstance(x, (int, float)):
             raise TypeError(f"rewards: expected numbers; got {x!r}")
-    if "truncated" in facts:
-        facts["truncated"] = [None if x is None else bool(x) for x in facts["truncated"]]
+    facts["truncated"] = [None if x is None else bool(x) for x in facts["truncated"]]
     return [
         {name: x[i] for name, x in facts.items() if x[i] is not None or name == "group"}
-        for i in range(len(lengths))
+        for i in range(count)
     ]
 
 
 def _per_sequence(name: str, x: Any, count: int) -> list[Any]:
+    if x is None:
+        return [None] * count
     if not isinstance(x, (Tensor, Sequence)) or isinstance(x, str):
         raise TypeError(f"{name}: expected a list or tensor; got {type(x).__name__}")
     shape = list(x.shape) if isinstance(x, Tensor) else [len(x)]
@@ -331,11 +303,9 @@ def _per_sequence(name: str, x: Any, count: int) -> list[Any]:
 
 def _groups(groups: Any, count: int) -> list[Any]:
     groups = as_number(groups)
-    if groups is None:
-        return [None] * count
-    if not isinstance(groups, int) or isinstance(groups, bool):
+    if groups is None or not isinstance(groups, int) or isinstance(groups, bool):
         ids = _per_sequence("groups", groups, count)
-        if not all(type(x) is int for x in ids):
+        if groups is not None and not all(type(x) is int for x in ids):
             raise TypeError("groups: expected whole numbers; got others")
         return ids
     if groups < 1 or count % groups:
@@ -345,8 +315,22 @@ def _groups(groups: Any, count: int) -> list[Any]:
     return [i // groups for i in range(count)]
 
 
+def _words(
+    tokenizer: Any, texts: Any, ids: Tensor | None, position: Tensor, lengths: list[int]
+) -> list[list[str]] | None:
+    """The texts of the tokens that count, per sequence."""
+    if tokenizer is None:
+        rows = [] if texts is None else _per_sequence("texts", texts, len(lengths))
+        at = zip(rows, position.split(lengths), strict=False)
+        return None if texts is None else [_texts(i, *row) for i, row in enumerate(at)]
+    if ids is None:
+        raise ValueError("targets: expected token ids for a tokenizer; got None")
+    if texts is not None:
+        raise ValueError("tokenizer: expected None with texts; got one")
+    return decoded(tokenizer, [x.tolist() for x in ids.split(lengths)])
+
+
 def _texts(sequence: int, texts: Sequence[str], position: Tensor) -> list[str]:
-    """The texts of the tokens that count."""
     if isinstance(texts, str):
         raise TypeError(f"texts[{sequence}]: expected a list of texts; got one text")
     if len(texts) == len(position):

@@ -70,6 +70,10 @@ class ExplainCallback(TrainerCallback):
             seen = {name: inputs[name] for name in _INPUTS if name in inputs}
             self.parts.append((partial(self._explain, seen, values, objective), scale))
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.accelerator.is_main_process:
+            self.steps.open(state.log_history)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.parts.clear()
         self.groups.clear()
@@ -77,13 +81,15 @@ class ExplainCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not self.parts or "grad_norm" not in (logs or {}):  # of an evaluation, say
             return
-        why = self.steps.why(state.global_step, logs)
+        why = self.steps.why({**logs, "step": state.global_step})
         if why is None:
             return
         try:
             parts, scales = zip(*self.parts, strict=True)
             explanation = join([part() for part in parts], list(map(float, scales)))
-            print(self.steps.write(state.global_step, why, explanation))
+            record = self.steps.write(state.global_step, why, explanation)
+            message = self.steps.message(state.global_step, record)
+            print("warning: " * record["spike"] + message)
         except Exception as error:  # who looks on never ends a run
             warnings.warn(f"step {state.global_step} is not explained: {error}", stacklevel=2)
 

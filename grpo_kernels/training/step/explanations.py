@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from ...base.outputs import GRPOLossOutput
 from ...explain import explain
 from ...explain.records import read_rows
-from ...explain.rules import skipped_by_scaler
 from ...explain.steps import ExplainedSteps
 from .samples import Samples, Update, loss_options
 from .scoring import Scorer
@@ -27,38 +26,36 @@ class Explanations:
     def __init__(self, scorer: Scorer, tokenizer: Any) -> None:
         config = scorer.config
         self.steps = ExplainedSteps(config.folder, every=config.explain_every)
+        self.why = self.steps.why
         self.scorer, self.tokenizer = scorer, tokenizer
 
     def open(self, step: int) -> None:
-        """Has the steps up to `step` of the run that is resumed to compare later ones with."""
-        for row in read_rows(self.steps.folder / "metrics.jsonl"):
-            if row["step"] <= step:
-                self.why(row)
+        """Begins, or goes on after the steps up to `step` of the run that is resumed."""
+        run = self.scorer.run
+        if run.accelerator.is_main_process:
+            rows = read_rows(run.config.folder / "metrics.jsonl")
+            run.look_on("explain", self.steps.open, [row for row in rows if row["step"] <= step])
 
-    def why(self, row: Mapping[str, Any]) -> str | None:
-        """Returns the reason to explain a step by its row, or None; call it for every step."""
-        if skipped_by_scaler(row):
-            row = {**row, "grad_norm": None}  # which is no spike
-        return self.steps.why(row["step"], row)
-
-    def write(self, why: str, samples: Samples, updates: Sequence[Update]) -> None:
+    def write(self, why: str, samples: Samples, updates: Sequence[Update]) -> dict[str, Any] | None:
         """Writes the page of a step that trained, with its largest update; prints where it is.
 
         A spike is a warning, a page by `explain_every` is not.
 
         Args:
-            why: the reason.
+            why: the reason, of `steps.why`.
             samples: the step's.
             updates: the step's.
+
+        Returns:
+            The record for the step's row; None if nothing was trained.
         """
         run, scorer = self.scorer.run, self.scorer
         if not scorer.trainable_rows(samples, range(len(samples.texts)), first_update=False):
-            return
+            return None
         norms = [update.metrics["grad_norm"] for update in updates]
         trained = [i for i, update in enumerate(updates) if update.rows]
         number = max(trained, key=lambda i: norms[i] if math.isfinite(norms[i]) else math.inf)
         update = updates[number]
-        tell = run.print_main if self.steps.was_asked_for(why) else run.warn
         if len(updates) > 1:
             why = f"{why}; update {number + 1} of {len(updates)}"
         rows = sorted(update.rows)
@@ -84,4 +81,6 @@ class Explanations:
             prompts=[self.tokenizer.decode(ids) for ids in prompts],
             next_logps=of_batch(after), tokenizer=self.tokenizer,
         )  # fmt: skip
-        tell(self.steps.write(run.step, why, explanation))
+        record = self.steps.write(run.step, why, explanation)
+        (run.warn if record["spike"] else run.print_main)(self.steps.message(run.step, record))
+        return record
