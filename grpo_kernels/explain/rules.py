@@ -139,7 +139,7 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
     "Completions cut?": (
         Rule("truncated", "stop", WINDOW, signs.truncated, "TRL #5759, autocontext #1067",
              f"95 % of the completions are cut at {WINDOW} steps",
-             "They end before their answer, so all rewards are alike",
+             "They end before their answer, so rewards tell little",
              "Raise max_completion_length (verl: max_response_length), or set stop"),
     ),
     "Sampler and trainer apart?": (
