@@ -507,11 +507,23 @@ def test_tokens_of_a_step_are_a_row(tmp_path, capsys):
     command.main([str(step_file(tmp_path, kl=[0.0, 40.0], clip=[0, 0]))])
     *_, first, second, third, last, page = capsys.readouterr().out.splitlines()
     assert [x.split(". ")[0] for x in (first, second, third)] == [
-        "normal: clip_ratio/region_mean is 0 at 1 steps",
+        "normal: clip_ratio/region_mean is 0 at 1 of 1 steps",
         "normal: sampler_gap was 0.04 nats at first, 0.04 at last, 0.06 at most",
         "look at this: kl_max is 40 at step 1",
     ]
     assert last == "Nothing else stands out." and page.startswith("page: ")
+
+
+def test_a_run_of_this_trainer_is_read(make):
+    folder = make(steps=2, eval_size=2, beta=0.04).train()
+    rows, options = logs.read(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 0, 2] and options["beta"] == 0.04
+    assert rows[0].keys() >= {
+        "loss", "grad_norm", "learning_rate", "reward", "reward_std", "groups_equal", "accuracy",
+        "completion_length", "truncated", "kl", "kl_max", "entropy", "clip_ratio/region_mean",
+        "ratio_max",
+    }  # fmt: skip
+    assert rows[2].keys() == rows[3].keys() == {"step", "held_out_accuracy"}
 
 
 def test_the_page_is_that_of_the_table():

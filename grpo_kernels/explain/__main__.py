@@ -97,7 +97,8 @@ def _of_log(path: Path, options: Any = None) -> Iterator[str]:
     path = path / "trainer_state.json" if path.is_dir() else path
     rows, known = logs.read(path)
     steps, names = len({row["step"] for row in rows}), {name for row in rows for name in row}
-    yield f"{steps} steps of {path}: {', '.join(name for name in logs.NAMES if name in names)}"
+    known_names = ", ".join(name for name in logs.NAMES if name in names)
+    yield f"{steps} step{'s' * (steps != 1)} of {path}: {known_names}"
     yield from _findings(rows, known)
 
 

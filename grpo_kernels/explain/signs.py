@@ -100,7 +100,7 @@ def entropy_low(log: Log) -> str:
     last, first = (log["entropy"] or [1.0])[-1], log.first.get("entropy") or 0.0
     late = log.first.get("step", 0) > FAST  # so the log does not tell where it began
     low = last < 0.05 and (late or last < 0.2 * first)
-    return f"entropy fell from {first:.2f} to {last:.3f}" if low else ""
+    return f"entropy went from {first:.2f} to {last:.3f}" if low else ""
 
 
 def entropy_falls(log: Log, learns: bool) -> str:
@@ -114,10 +114,8 @@ def entropy_falls(log: Log, learns: bool) -> str:
             high, was = means[start]
             fast = steps[end] - steps[start] <= FAST
             if fast and low <= high / 2 and (now > was) == learns:
-                return (
-                    f"entropy fell from {high:.2f} to {low:.2f} by step "
-                    f"{steps[end + WINDOW - 1]:.0f}, reward went from {was:.3g} to {now:.3g}"
-                )
+                saw = f"entropy fell from {high:.2f} to {low:.2f} by step {steps[end + WINDOW - 1]:.0f}"
+                return saw + (f", reward went from {was:.3g} to {now:.3g}" if known else "")
     return ""
 
 
@@ -125,7 +123,7 @@ def clip_zero(log: Log) -> str:
     clipped, option = log["clip_ratio/region_mean"], log.options.get
     once = option("epochs_per_rollout", 1) * option("minibatches", 1) == 1
     zero = once and clipped and not any(clipped)
-    return f"clip_ratio/region_mean is 0 at {len(clipped)} steps" if zero else ""
+    return f"clip_ratio/region_mean is 0 at {len(clipped)} of {len(clipped)} steps" if zero else ""
 
 
 def stretch(log: Log, name: str, least: float) -> str:
@@ -163,7 +161,11 @@ def scaled(log: Log) -> str:
 def grad_zero(log: Log) -> str:
     _, norms, spread = log.columns("grad_norm", "reward_std")
     still = norms and not any(norms) and any(spread)
-    return f"grad_norm is 0 at {len(norms)} steps, {log.span('reward_std')}" if still else ""
+    return (
+        f"grad_norm is 0 at {len(norms)} of {len(norms)} steps, {log.span('reward_std')}"
+        if still
+        else ""
+    )
 
 
 def spikes(log: Log) -> str:
