@@ -119,6 +119,58 @@ CASES = {
 }  # fmt: skip
 
 
+# More on either side of a limit: rows, options, and the rules that see something.
+RATIO = "sampling/importance_sampling_ratio/mean"
+EDGES = (
+    (steps(loss=[5e-4], grad_norm=[1.0]), {"beta": 1}, "loss_zero"),
+    (steps(loss=[6e-4], grad_norm=[1.0]), {"beta": 1}, ""),
+    (steps(loss=[-6e-4, -6e-4, 0.0]), {"beta": 1}, "loss_negative"),
+    (steps(loss=[0.001, 0.004, 0.012], kl=[0.025, 0.1, 0.2]), {}, ""),
+    (steps(loss=[0.001, 0.006, 0.012], kl=[0.025, 0.1, 0.2]), {}, "loss_is_kl"),
+    (steps(loss=[0.004, 0.001], kl=[0.1, 0.0]), {}, ""),
+    (steps(kl=[-0.1, -0.1]), {}, "kl_negative"),
+    (steps(kl=[-0.11, -0.11]), {}, "kl_below"),
+    (steps(old_kl=[-0.001, 0.2]), {}, "kl_negative"),
+    (steps(kl=[0.1, 10.5, 3.0]), {}, "kl_large"),
+    (steps(entropy=0.04), {}, ""),
+    (steps(entropy=[0.3, 0.06]), {}, ""),
+    (steps(entropy=[0.3, 0.049]), {}, "entropy_low"),
+    ([{"step": 300, "entropy": 0.04}], {}, "entropy_low"),
+    ([{"step": 20, "entropy": 0.04}], {}, ""),
+    (steps(entropy=[1.0 - i / 200 for i in range(180)]), {}, ""),
+    (steps(entropy=[*[1.0] * 5, *[0.49] * 5]), {}, "entropy_falls"),
+    (steps(entropy=[*[1.0] * 5, *[0.49] * 4]), {}, ""),
+    ([{"step": 3 * i, "entropy": x} for i, x in enumerate(falling(1.0, 0.4))], {}, ""),
+    (steps(**{"clip_ratio/region_mean": [0.0, 0.01]}), {}, ""),
+    (steps(**{"clip_ratio/region_mean": 0.0}), {"epochs_per_rollout": 2}, ""),
+    (steps(groups_equal=[1.0]), {}, "groups_equal"),
+    (steps(groups_equal=[1.0, 0.9]), {}, ""),
+    (steps(grad_norm=[0.0, 0.1], reward_std=0.1), {}, ""),
+    (steps(reward=RISING, held_out_accuracy=falling(0.63, 0.58)), {}, "reward_hacking"),
+    (steps(reward=RISING, held_out_accuracy=[0.63, *[None] * 28, 0.6]), {}, ""),
+    (steps(reward=0.5, held_out_accuracy=falling(0.63, 0.5)), {}, ""),
+    (steps(reward=0.5, accuracy=RISING[::-1]), {}, ""),
+    (steps(reward=RISING, accuracy=[(0.9, 0.1)[i % 2] - i / 300 for i in range(30)]), {}, ""),
+    (steps(sampler_gap=[0.9]), {}, "gap_temperature"),
+    (steps(sampler_gap=[1.1]), {}, "gap_tokens"),
+    (steps(sampler_gap=[0.03, 0.11]), {}, "gap_rounding"),
+    (steps(**{"sampler_gap": 0.03, RATIO: 0.96}), {}, "gap_temperature"),
+    (steps(**{"sampler_gap": 0.03, RATIO: 0.98}), {}, "gap_rounding"),
+    (steps(learning_rate=[4.1e-5, 1e-6]), BF16, ""),
+    (steps(learning_rate=3.8e-5), BF16, "bf16_weights"),
+    (steps(learning_rate=3.8e-5), BF16 | {"weight_size": 0.01}, ""),
+    (steps(learning_rate=1e-6), {"dtype": "mixed"}, ""),
+    (steps(reward=0.5), {"min_p": 0.1, "replay_support": True}, "support_missing"),
+    (steps(reward=0.5), {"top_k": 9, "replay_support": True}, "support_missing"),
+    (steps(reward=0.5), {"top_k": 9, "replay_support": False}, ""),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "options", "expected"), EDGES)
+def test_limits_of_the_rules(rows, options, expected):
+    assert names(rows, options) == expected.split()
+
+
 def names(rows, options=None, *kinds):
     return [x.rule.name for x in verdicts(rows, options) if not kinds or x.rule.verdict in kinds]
 
@@ -453,6 +505,7 @@ def test_runs_get_a_page_and_the_rules(tmp_path, written, capsys):
         "normal: loss is 0, grad_norm is 1", "normal: the log has no kl",
     ]  # fmt: skip
     command.main([str(x) for x in folders])
+    (folders[1] / "metrics.jsonl").write_text('{"st')
     command.main([*map(str, folders), "--output", "all.html"])
     assert written == [
         ([folders[0]], folders[0] / "report.html"), (folders, tmp_path / "runs.html"),

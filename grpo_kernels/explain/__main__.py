@@ -19,6 +19,7 @@ from ..base.text import printable
 from . import exports, logs, page, rules
 from .causes import rank
 from .explanation import Explanation
+from .records import read_rows
 from .tokens import decoded
 
 # The options that apply to each kind of PATH.
@@ -89,7 +90,7 @@ def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
     yield runs.write(folders, output)
     yield f"page: {output}"
     for folder in folders:
-        if (path := folder / "metrics.jsonl").exists():
+        if read_rows(path := folder / "metrics.jsonl"):
             yield from _of_log(path)
 
 

@@ -72,7 +72,7 @@ def loss_is_kl(log: Log) -> str:
     parts = [x / y for x, y in zip(loss, kl, strict=True) if y > 0 and x > 5e-4]
     beta = log.options.get("beta") or median(parts or [0.0])
     rest = [abs(x - beta * y) for x, y in zip(loss, kl, strict=True)]
-    if len(parts) < 2 or median(rest) > 0.05 * median(map(abs, loss)) + 5e-5:
+    if len(parts) < 2 or mean(rest) > 0.1 * mean(map(abs, loss)) + 5e-5:
         return ""
     return f"loss is {beta:.2g} times kl, up to {max(loss):.3g}"
 
@@ -114,7 +114,8 @@ def entropy_falls(log: Log, learns: bool) -> str:
             high, was = means[start]
             fast = steps[end] - steps[start] <= FAST
             if fast and low <= high / 2 and (now > was) == learns:
-                saw = f"entropy fell from {high:.2f} to {low:.2f} by step {steps[end + WINDOW - 1]:.0f}"
+                last = steps[end + WINDOW - 1]
+                saw = f"entropy fell from {high:.2f} to {low:.2f} by step {last:.0f}"
                 return saw + (f", reward went from {was:.3g} to {now:.3g}" if known else "")
     return ""
 
