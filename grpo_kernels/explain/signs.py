@@ -156,7 +156,7 @@ def bad_gradient(log: Log) -> str:
 
 def scaled(log: Log) -> str:
     scales = [row["loss_scale"] for row in log.rows if skipped_by_scaler(row)]
-    return f"gradients overflow float16 at a loss scale of {scales[0]:g}" if scales else ""
+    return f"gradients are too large for float16 at a loss scale of {scales[0]:g}" if scales else ""
 
 
 def grad_zero(log: Log) -> str:
