@@ -139,15 +139,6 @@ def own_precision() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.fixture
-def curves() -> Iterator[pytest.MonkeyPatch]:
-    """Reports come without drawings, until the test undoes it."""
-    from tests.helpers.trainer_runs import no_curves
-
-    with no_curves() as patch:
-        yield patch
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a language model of a few thousand parameters, and its tokenizer."""
@@ -170,8 +161,7 @@ def make(tiny_model: Path, tmp_path: Path):
 @pytest.fixture(scope="session")
 def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
     """The rows and the weights of a run of `STEPS` without a fault."""
-    from tests.helpers.trainer_runs import STEPS, no_curves, rows_of, trainer_with, weights_of
+    from tests.helpers.trainer_runs import STEPS, rows_of, trainer_with, weights_of
 
     trainer = trainer_with(tiny_model, tmp_path_factory.mktemp("undisturbed"), **STEPS)
-    with no_curves():
-        return rows_of(trainer.train()), weights_of(trainer)
+    return rows_of(trainer.train()), weights_of(trainer)

@@ -126,7 +126,7 @@ class Mine:
                 for prompt in prompts for k in range(count)]  # fmt: skip
 
 
-@pytest.mark.usefixtures("real_memory", "curves")
+@pytest.mark.usefixtures("real_memory")
 def test_a_rollout_is_an_object(tiny_model, tmp_path):
     trainer = trainer_of(config_of(tiny_model, tmp_path), rollout=lambda policy: Mine())
     rows = rows_of(trainer.train())

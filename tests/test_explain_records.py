@@ -271,6 +271,16 @@ def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, ca
     assert "<h1>step.jsonl</h1>" in page and '"sort": "gradient"' in page
 
 
+def test_the_page_of_a_step_of_a_run_is_the_trainers(tmp_path, capsys):
+    path = tmp_path / "base/explanations/step-000012.jsonl"
+    path.parent.mkdir(parents=True)
+    path.with_name("step-000030.html").touch()
+    write_jsonl(explanation(), path)
+    command.main([str(path)])
+    page = path.with_suffix(".html").read_text()
+    assert "<h1>Step 12 of base</h1>" in page and '<a rel="next" href="step-000030.html">' in page
+
+
 @pytest.mark.parametrize("name", (".", "../step_3.v2"))
 def test_the_page_of_a_folder_is_beside_it(name, tmp_path, monkeypatch, capsys):
     (folder := tmp_path / "step_3.v2").mkdir()

@@ -122,7 +122,7 @@ def test_the_core_runs_without_triton_and_posix():
     assert any(line.startswith("VERDICT: all is well") for line in report)
 
 
-PEERS = "accelerate, datasets, filelock, matplotlib.pyplot, peft, psutil, tqdm, transformers"
+PEERS = "accelerate, datasets, filelock, peft, psutil, tqdm, transformers"
 TRAINER_ELSEWHERE = """
 import importlib, pathlib, pkgutil, warnings
 import grpo_kernels

@@ -19,7 +19,7 @@ from tests.helpers.trainer_runs import (
     weights_of,
 )
 
-pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 def at_calls(numbers, act, work, what=None):

@@ -22,7 +22,7 @@ from grpo_kernels.training.step.micro_batches import (
 from grpo_kernels.training.step.policy import Batch, positions
 from tests.helpers.trainer_runs import FakeRollout, assert_same_grads, first_samples
 
-pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 def gradient_of(trainer, samples, scores, parts):

@@ -196,7 +196,7 @@ def test_equals_the_built_in_one(loss, aggregation, layout):
         assert relative_error(a.gradients[name], b.gradients[name]) <= 2e-5
 
 
-@pytest.mark.usefixtures("real_memory", "curves")
+@pytest.mark.usefixtures("real_memory")
 def test_a_trainer_trains_what_the_loss_trains(tiny_model, tmp_path):
     """In the second update tokens of groups with equal rewards have moved, and are pulled back."""
     halves = {"noise": lambda prompts, completions, **_: [0, 1, 2, 3, 1, 1, 1, 1] * 2}
@@ -235,7 +235,7 @@ def test_masked_tokens_are_zeros_and_stay_out():
         assert x.shape == flat.shape and (x[flat] == 0).all()
 
 
-@pytest.mark.usefixtures("real_memory", "curves")
+@pytest.mark.usefixtures("real_memory")
 def test_own_metrics_come_through_a_trainer(tiny_model, tmp_path):
     """A prefix hides none of them, and every other name of a row is taken."""
     values = {"ce_gap": 2.0, "ratio": 3.0, "square": 4.0, "scored": 5.0}

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from grpo_kernels import GRPOLossConfig
+from grpo_kernels.training.run.metrics import Clock
 from grpo_kernels.training.sampling.rollout import (
     GenerateRollout,
     SamplingParams,
@@ -19,7 +20,7 @@ from grpo_kernels.training.step.policy import Batch, Cached, Policy
 from tests.helpers.tiny_models import FAMILIES, make_model, make_tokenizer
 from tests.helpers.trainer_runs import assert_same_grads
 
-pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+pytestmark = pytest.mark.usefixtures("real_memory")
 PROMPTS, GREEDY = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
 
 
@@ -38,10 +39,10 @@ def test_shared_prompts_change_nothing(family, lengths):
     shared, apart = Policy(model), Policy(model, share_prompts=False)
     assert (shared.why_not_shared is None) == FAMILIES[family].shares, shared.why_not_shared
     assert shared.why_not_shared is None or "Sliding" in shared.why_not_shared
-    outs, grads = [], []
+    outs, grads, batch, clock = [], [], random_batch(lengths=lengths), Clock(torch.device("cpu"))
     for policy in (shared, apart):
         policy.zero_grad()
-        outs.append(policy("loss", random_batch(lengths=lengths), advantages, GRPOLossConfig()))
+        outs.append(policy("loss", batch, advantages, GRPOLossConfig(), clock=clock))
         outs[-1].loss.backward()
         grads.append({n: p.grad.clone() for n, p in policy.named_parameters()})
     torch.testing.assert_close(outs[0].loss, outs[1].loss, rtol=1e-5, atol=1e-6)

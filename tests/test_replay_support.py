@@ -22,7 +22,7 @@ from tests.helpers.supports import make_support
 from tests.helpers.tiny_models import V, make_model, make_tokenizer
 from tests.helpers.trainer_runs import config_of, first_samples, rows_of, trainer_of
 
-pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 PROMPTS = [[7, 8, 9], [5, 6, 7, 8, 9, 10]]
 TRUNCATIONS = {

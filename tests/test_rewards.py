@@ -1,6 +1,5 @@
 """Reward functions: how they are called, what they may not return, and those of the examples."""
 
-import json
 import math
 import sys
 from functools import partial
@@ -225,7 +224,7 @@ def wordy(completions, metrics):
     return words
 
 
-def test_a_function_named_in_a_file_adds_a_metric_and_its_curve(make, tmp_path):
+def test_a_function_named_in_a_file_adds_metrics(make, tmp_path):
     """Values added in an evaluation are in no row."""
     trainer = make(
         rewards=[f"{__name__}:wordy"], prompts_per_step=2, eval_size=2, max_completion_length=20,
@@ -235,9 +234,6 @@ def test_a_function_named_in_a_file_adds_a_metric_and_its_curve(make, tmp_path):
     for row in rows_of(folder):
         assert row["words"] == row["reward"] == row["reward/wordy"] and row["calls"] == 1
         assert row["some"] > 0 and row["words"] < 20
-    charts = json.loads((folder / "charts.json").read_text())
-    assert charts == {"words": ["words"], "some": ["some"], "calls": ["calls"]}
-    assert "words" in (folder / "report.html").read_text()
 
 
 def as_long_as_asked(policy):
@@ -253,7 +249,6 @@ def test_metrics_that_are_registered_stay_as_they_are(make):
     trainer.metrics.register(Metric("words", merge="max", chart="longest"))
     row, samples = trainer.train_step(trainer.train_problems[:4])
     assert row["words"] == max(map(len, samples.texts)) > row["reward"]
-    assert trainer.metrics.charts()["longest"] == ["words"]
 
 
 @pytest.mark.parametrize(

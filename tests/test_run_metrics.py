@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from grpo_kernels.training import Metric
-from grpo_kernels.training.run import ranks, report
-from grpo_kernels.training.run.metrics import Metrics, peak_memory
+from grpo_kernels.training.run import ranks
+from grpo_kernels.training.run.metrics import Clock, Metrics, peak_memory
 from tests.helpers.trainer_runs import noise, rows_of
 
-pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 class Alone:
@@ -21,7 +21,7 @@ class Alone:
     num_processes = 1
 
 
-def test_own_code_adds_a_metric_with_a_curve(make, curves):
+def test_own_code_adds_a_metric(make):
     """Only the step's completions count, though an evaluation calls the function, too."""
     letters = []
 
@@ -31,19 +31,12 @@ def test_own_code_adds_a_metric_with_a_curve(make, curves):
         trainer.metrics.add("longest", letters[-1])
         return noise(prompts, completions)
 
-    trainer, chart = make(eval_size=3, eval_every=1, rewards={"noise": counted}), "letters of one"
-    trainer.metrics.register(
-        Metric("letters", chart=chart), Metric("longest", merge="max", chart=chart)
-    )
+    trainer = make(eval_size=3, eval_every=1, rewards={"noise": counted})
+    trainer.metrics.register(Metric("longest", merge="max"))
     folder = trainer.train()
     of_steps = [some for some in letters if len(some) == 16]
     for row, some in zip(rows_of(folder), of_steps, strict=True):
         assert row["letters"] == pytest.approx(sum(some) / 16) and row["longest"] == max(some)
-    drawn = {}
-    curves.setattr(report, "_svg", lambda title, lines: drawn.update({title: lines}) or "")
-    report.write(folder)
-    assert drawn[chart].keys() == {"letters", "longest"}
-    assert drawn[chart]["longest"] == [(i, max(some)) for i, some in enumerate(of_steps, 1)]
 
 
 UNKNOWN = "expected a name that the library does not use; got"
@@ -55,11 +48,13 @@ UNKNOWN = "expected a name that the library does not use; got"
         *((Metric(name), f"{UNKNOWN} '{name}'") for name in (
             "tokens", "reward/a", "reward", "step", "warnings", "sampler_gap_max")),
         (Metric("a", merge="median"), "merge: expected one of mean, max, min, sum for a; got 'med"),
+        (Metric("a", chart=3), "chart: expected a text for a; got 3"),
+        (Metric("a", unit=None), "unit: expected a text for a; got None"),
     ),
 )  # fmt: skip
-def test_what_cannot_be_merged_is_refused(metric, message):
+def test_what_is_no_metric_is_refused(metric, message):
     metrics = Metrics()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         metrics.register(metric)
     if metric.name != "a":
         with pytest.raises(ValueError, match=message):
@@ -124,5 +119,40 @@ def test_peak_memory_of_other_systems(monkeypatch):
     assert 1 << 26 < peak_memory(cpu) <= 1.5 * here
 
 
-def test_a_gpu_without_a_name_has_that_of_its_kind():
-    assert report._name_of(torch.device("mps")) == "mps"
+class Event:
+    """An event of CUDA, whose times are its numbers in milliseconds."""
+
+    count = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        Event.count += 1
+        self.time = Event.count
+
+    def elapsed_time(self, end):
+        return 1000.0 * (end.time - self.time)
+
+
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+@pytest.mark.parametrize("frozen", (False, True))
+def test_the_seconds_of_head_and_loss_are_those_of_both_directions(device, frozen, monkeypatch):
+    """A second passes from one look at the clock to the next one."""
+    monkeypatch.setattr("time.perf_counter", iter(map(float, range(99))).__next__)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", str)
+    clock, looks = Clock(torch.device(device)), []
+    body, head = torch.nn.Linear(3, 3).requires_grad_(not frozen), torch.nn.Linear(3, 1)
+    now = clock._now
+    monkeypatch.setattr(clock, "_now", lambda: looks.append(1) or now())
+    for _ in range(2):  # micro-batches
+        hidden = body(torch.ones(2, 3)).clone()
+        if not frozen:
+            hidden.grad_fn.register_hook(lambda *_: looks.append("body"))
+        with clock.head():
+            loss = head(hidden).sum()
+        clock.head_backward(loss, hidden)
+        (loss * 2).backward()
+    assert clock.head_seconds == (2.0 if frozen else 4.0)
+    assert looks == ([1, 1] * 2 if frozen else [1, 1, 1, 1, "body"] * 2)

@@ -90,7 +90,7 @@ class RoundingSampler(GenerateRollout):
         return completions
 
 
-@pytest.mark.usefixtures("real_memory", "curves")
+@pytest.mark.usefixtures("real_memory")
 @pytest.mark.parametrize(("theirs", "advice"), (("model", "set is_correction to"), ("fp32", None)))
 def test_the_trainer_warns_in_its_first_step(theirs, advice, make, capsys):
     sampler = type("Sampler", (RoundingSampler,), {"logits_dtype": theirs})

@@ -382,7 +382,7 @@ def test_a_command_names_itself_and_does_not_warn(module, takes):
     assert done.stderr.startswith(f"usage: {command} {takes}")
 
 
-@pytest.mark.usefixtures("real_memory", "curves")
+@pytest.mark.usefixtures("real_memory")
 def test_the_command_trains_from_a_file(tiny_model, tmp_path):
     options = trainer_runs.config_of(tiny_model, tmp_path, steps=1, rewards=["answer"]).as_json()
     (tmp_path / "run.yaml").write_text(json.dumps(options))

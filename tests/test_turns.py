@@ -17,7 +17,7 @@ from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import FakeRollout, config_of, rows_of, trainer_of, weights_of
 
-pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 @pytest.mark.parametrize("ce_weight", (None, 0.5))

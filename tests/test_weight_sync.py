@@ -21,7 +21,7 @@ from tests.helpers.trainer_runs import (
     weights_of,
 )
 
-pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 class CopyRollout:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base.checks import check_number, plain_numbers
-from .explanation import Cause, Explanation, shares
+from .explanation import Cause, Explanation, shares, sums_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +97,9 @@ _TEXTS = {
         "{limit.moved:g}); changes in nats",
     "truncated": "{sequences} ended at the limit of the length, with {share:.0%} of the gradient "
         "(limit {limit.truncated:.0%}); shares of tokens",
+    "carried": "; the share of the gradient there is {part:.1%}, {share:.1%} beyond an equal part "
+        "(limit {least:.0%})",
 }  # fmt: skip
-_CARRIED = (
-    "; the share of the gradient there is {part:.1%}, {share:.1%} beyond an equal part (limit "
-    "{least:.0%})"
-)
 
 
 class Found(NamedTuple):
@@ -117,11 +115,8 @@ class Found(NamedTuple):
 def rank(explanation: Explanation, thresholds: Thresholds = Thresholds()) -> list[Cause]:
     """Returns the causes in an explanation's columns, largest share first, `truncated` last."""
     step = _Step(explanation, thresholds)
-    causes = [
-        step.cause(name, remedy, found)
-        for name, (find, remedy) in (_CAUSES if step.N else {}).items()
-        for found in find(step)
-    ]
+    known = _CAUSES.items() if step.N else ()
+    causes = [step.cause(name, why, found) for name, (find, why) in known for found in find(step)]
     return sorted(causes, key=lambda cause: (cause.name == "truncated", -cause.share))
 
 
@@ -148,8 +143,7 @@ class _Step:
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def sums(self, x: Tensor) -> Tensor:
-        """Sums over each sequence, float64 `[B]`."""
-        return x.new_zeros(self.B, dtype=torch.float64).index_add_(0, self.sequence, x.double())
+        return sums_of(x, self.sequence, self.B)
 
     def share(self, chosen: Tensor) -> float:
         """The share of these tokens in the policy's."""
@@ -179,17 +173,16 @@ class _Step:
         keys = size.abs().nan_to_num(torch.inf, torch.inf).masked_fill(~chosen, -1)
         order = keys.argsort(descending=True, stable=True)[: min(20, int(chosen.sum()))].tolist()
         places = [(int(self.sequence[i]), int(self.explanation.position[i])) for i in order]
-        worst = []
+        worst, texts = [], self.explanation.texts
         for i, (b, t) in zip(order[:3], places, strict=False):
-            word = ""
-            if self.explanation.texts is not None:
-                first = int(torch.searchsorted(self.sequence, b))
-                word = f" {self.explanation.texts[b][i - first][:20]!r}"
+            first = int(torch.searchsorted(self.sequence, b))
+            word = "" if texts is None else f" {texts[b][i - first][:20]!r}"
             number = f"{100 * size[i]:.2g} %" if size is self.part else f"{size[i]:.3g}"
             worst.append(f"sequence {b} token {t}{word} {number}")
         known = {"limit": self.limit, "share": found.share, **found.values}
         known |= {"tokens": _count(chosen), "sequences": _count(self.sums(chosen) > 0, "sequence")}
-        text = (_TEXTS[found.text] + _CARRIED * ("part" in known)).format_map(known)
+        text = _TEXTS[found.text] + _TEXTS["carried"] * ("part" in known)
+        text = text.format_map(known)
         text = f"{text.replace('%', ' %')}: {', '.join(worst)}"
         return Cause(name, min(found.share, 1.0), text, remedy, places)
 

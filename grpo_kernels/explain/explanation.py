@@ -75,9 +75,8 @@ class Explanation:
 
                 write_jsonl(self, path)
             case other:
-                raise ValueError(
-                    f"path: expected a name in .html or .jsonl; got {other or str(path)!r}"
-                )
+                got = repr(other or str(path))
+                raise ValueError(f"path: expected a name in .html or .jsonl; got {got}")
 
 
 def shares(x: Tensor) -> Tensor:
@@ -88,11 +87,9 @@ def shares(x: Tensor) -> Tensor:
     return size / size.sum(dtype=torch.float64).clamp(min=1).to(x.dtype)
 
 
-def sums_of(x: Tensor, sequence: Tensor, count: int) -> list[float]:
-    """Sums over each of `count` sequences, added up in float64."""
-    zeros = x.new_zeros(count, dtype=torch.float64)
-    sums: list[float] = zeros.index_add_(0, sequence, x.double()).tolist()
-    return sums
+def sums_of(x: Tensor, sequence: Tensor, count: int) -> Tensor:
+    """Sums over each of `count` sequences, float64 `[count]`."""
+    return x.new_zeros(count, dtype=torch.float64).index_add_(0, sequence, x.double())
 
 
 def sequence_shares(
@@ -102,7 +99,7 @@ def sequence_shares(
     parts = {"loss_share": shares(columns["loss"]), "gradient_share": columns["gradient_share"]}
     if "kl" in columns:  # none at tokens outside of the mask
         parts["kl_share"] = shares(torch.where(columns["advantage"].isnan(), 0.0, columns["kl"]))
-    return {name: sums_of(x, sequence, count) for name, x in parts.items()}
+    return {name: sums_of(x, sequence, count).tolist() for name, x in parts.items()}
 
 
 def group_sums(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -113,14 +110,11 @@ def group_sums(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     groups = []
     for group, ids in members.items():
         rows = [sequences[i] for i in ids]
-        known = {x: [row.get(x, math.nan) for row in rows] for x in SHARES}
-        sums = {x: sum(values) for x, values in known.items() if x in rows[0]}
+        sums = {x: sum(row.get(x, math.nan) for row in rows) for x in SHARES if x in rows[0]}
         numbers = [row.get("reward", math.nan) for row in rows]
         rewards = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        rewards = rewards[~rewards.isnan()]
-        mean = {}
-        if len(rewards):  # of an infinite reward the spread is NaN
-            spread = rewards.std(correction=0)
-            mean = {"reward": rewards.mean().item(), "reward_std": spread.item()}
-        groups.append({"group": group, "sequences": ids, **sums, **mean})
+        groups.append({"group": group, "sequences": ids, **sums})
+        if len(rewards := rewards[~rewards.isnan()]):  # of an infinite one the spread is NaN
+            spread = rewards.std(correction=0).item()
+            groups[-1] |= {"reward": rewards.mean().item(), "reward_std": spread}
     return groups

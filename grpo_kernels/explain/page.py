@@ -75,7 +75,9 @@ def step_page(
     """
     if sort not in ("call", "gradient"):
         raise ValueError(f"sort: expected 'call' or 'gradient'; got {sort!r}")
-    title, *links = (path and _of_a_run(path.resolve())) or (title, "", "", "")
+    links = {"REPORT": "", "PREVIOUS": "", "NEXT": ""}
+    if path is not None and (of_a_run := _of_a_run(path.resolve())):
+        title, links = of_a_run
     e = explanation
     data = {
         "sort": sort, "loss": e.loss, "sequences": e.sequences, "groups": e.groups,
@@ -85,35 +87,36 @@ def step_page(
         "sequence": e.sequence.tolist(), "position": e.position.tolist(),
         "columns": {name: _packed(column) for name, column in e.columns.items()},
     }  # fmt: skip
-    places = zip(("REPORT", "PREVIOUS", "NEXT"), links, strict=True)
-    return render("step.html", title, data, **dict(places), WHY=f"Explained: {why}." * bool(why))
+    return render("step.html", title, data, **links, WHY=f"Explained: {why}." * bool(why))
 
 
-def _of_a_run(page: Path) -> tuple[str, str, str, str] | None:
+def _of_a_run(page: Path) -> tuple[str, dict[str, str]] | None:
     """The title of a step's page in a run's folder, and its links; None of another page."""
     run, here = page.parents[1], _STEP.fullmatch(page.name)
     if page.parent.name != "explanations" or not here:
         return None
-    step, others = int(here[1]), step_pages(page.parent)
-    before = [name for number, name in others.items() if number < step]
-    after = [name for number, name in others.items() if number > step]
+    step, others = int(here[1]), _pages(page.parent)
     # The trainer writes the first file at once, the second later; other trainers have neither.
-    report = "../report.html" * any((run / x).exists() for x in ("about.json", "report.html"))
-    return f"Step {step} of {run.name}", report, *(before[-1:] or [""]), *(after[:1] or [""])
+    report = any((run / x).exists() for x in ("about.json", "report.html"))
+    return f"Step {step} of {run.name}", {
+        "REPORT": "../report.html" * report,
+        "PREVIOUS": ["", *(name for number, name in others.items() if number < step)][-1],
+        "NEXT": [*(name for number, name in others.items() if number > step), ""][0],
+    }
 
 
-def step_pages(folder: Path) -> dict[int, str]:
-    """Returns the names of the pages of steps in a folder, by step, in order."""
+def _pages(folder: Path) -> dict[int, str]:
+    """The names of the pages of steps, by step, in order."""
     found = (_STEP.fullmatch(path.name) for path in folder.glob("step-*.html"))
     return dict(sorted((int(name[1]), name[0]) for name in found if name))
 
 
-def link_next(page: Path, name: str) -> None:
-    """Has the page of a step lead to another as the next one; to none, if the name is empty."""
-    place = rb'(<a rel="next" href=")[^"]*'
-    scratch = page.with_suffix(".tmp")
-    scratch.write_bytes(re.sub(place, rb"\g<1>" + name.encode(), page.read_bytes(), count=1))
-    scratch.replace(page)
+def link_next(folder: Path, step: float, name: str) -> None:
+    """Has the last page before a step lead to this one as the next; to none, if it is empty."""
+    for page in [folder / x for number, x in _pages(folder).items() if number < step][-1:]:
+        place, scratch = rb'(<a rel="next" href=")[^"]*', page.with_suffix(".tmp")
+        scratch.write_bytes(re.sub(place, rb"\g<1>" + name.encode(), page.read_bytes(), count=1))
+        scratch.replace(page)
 
 
 def _packed(column: Tensor) -> str:

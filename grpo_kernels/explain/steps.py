@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from .explanation import Explanation
-from .page import link_next, step_page, step_pages
+from .page import link_next, step_page
 
 # Smallest values that count as a spike: a KL of 1e-5 that becomes 1e-4 is no news.
 SPIKES = {"grad_norm": 0.0, "kl": 0.01}
@@ -56,8 +56,7 @@ class ExplainedSteps:
             seen.clear()
         for row in rows:
             self.why(row)
-        for name in [*step_pages(self.folder).values()][-1:]:
-            link_next(self.folder / name, "")
+        link_next(self.folder, math.inf, "")
 
     def why(self, row: Mapping[str, Any]) -> str | None:
         """Returns the reason to explain a step, or None; call it for every step.
@@ -93,8 +92,7 @@ class ExplainedSteps:
         page = self.page(step)
         page.write_text(step_page(explanation, path=page, why=why), encoding="ascii")
         explanation.write(page.with_suffix(".jsonl"))
-        for name in [name for n, name in step_pages(self.folder).items() if n < step][-1:]:
-            link_next(self.folder / name, page.name)
+        link_next(self.folder, step, page.name)
         cause, text = None, str(explanation)
         for first in explanation.causes[:1]:
             cause, text = first.name, first.text

@@ -102,21 +102,21 @@ def explain(
         ValueError, TypeError: naming the argument, what was expected and what came; also if the
             columns do not add up to `out.loss`, because an argument differs from the call's.
     """
-    if not isinstance(out, GRPOLossOutput):
-        raise TypeError(f"out: expected a GRPOLossOutput; got {type(out).__name__}")
-    if not isinstance(config, GRPOLossConfig):
-        raise TypeError(f"config: expected a GRPOLossConfig; got {type(config).__name__}")
+    for name, x, kind in (("out", out, GRPOLossOutput), ("config", config, GRPOLossConfig)):
+        if not isinstance(x, kind):
+            raise TypeError(f"{name}: expected a {kind.__name__}; got {type(x).__name__}")
     checks = ValueChecks()
     layout = Layout.of("out.logps", check_tensor("out.logps", out.logps), cu_seqlens, checks)
     given = "kl" if config.exact_kl else "ref_logps"
-    reference = getattr(out, given)
+    reference: Tensor | None = getattr(out, given)
     constants = loss_inputs(
         config, layout, checks, advantages, layout.flat_mask(mask, checks), old_logps=old_logps,
         ref_logps=ref_logps, sampling_logps=sampling_logps, ce_weights=ce_weights,
         num_items=num_items, has_reference=reference is not None,
     )  # fmt: skip
     if reference is not None:
-        constants = replace(constants, **{given: layout.flat(f"out.{given}", reference)})
+        known: dict[str, Any] = {given: layout.flat(f"out.{given}", reference)}
+        constants = replace(constants, **known)
     check_entropy_given(config, out.entropy)
     entropy = None if out.entropy is None else layout.flat("out.entropy", out.entropy)
     columns = _columns(config, constants, layout.flat("out.logps", out.logps), entropy)
@@ -131,7 +131,12 @@ def explain(
     checks.read()
 
     columns, sequence, position, ids, loss = _to_cpu(layout, constants, columns, ids, out.loss)
-    _check_sum(columns["loss"], loss)
+    total, size = (x.sum(dtype=torch.float64) for x in (columns["loss"], columns["loss"].abs()))
+    if total.isfinite() and not abs(total - loss) <= 1e-3 * size + 1e-6:
+        raise ValueError(
+            f"out.loss: expected the sum of the tokens' losses, {total:.6g}; got {loss:.6g}: pass "
+            "the same arguments as to the call that returned out"
+        )
     gradient, count = columns.pop("gradient"), 1 if not layout.sequences else layout.sequences.count
     share = shares(columns.get("d_hidden", gradient))
     columns = {"gradient": gradient, "gradient_share": share, **columns}
@@ -157,19 +162,15 @@ def join(parts: Sequence[Explanation], scales: Sequence[float] | None = None) ->
     factors = [1.0] * len(parts) if scales is None else [as_number(x) for x in scales]
     if len(factors) != len(parts):
         raise ValueError(f"scales: expected {len(parts)}, one for each part; got {len(factors)}")
+    first = parts[0].columns
     for i, part in enumerate(parts):
-        if part.columns.keys() != parts[0].columns.keys():
-            raise ValueError(
-                f"parts[{i}]: expected the columns of parts[0], {[*parts[0].columns]}; "
-                f"got {[*part.columns]}"
-            )
-    columns = {
-        name: torch.cat([
-            part.columns[name] * (factor if name in _SCALED else 1.0)
-            for part, factor in zip(parts, factors, strict=True)
-        ])
-        for name in parts[0].columns
-    }  # fmt: skip
+        if part.columns.keys() != first.keys():
+            names = f"{[*first]}; got {[*part.columns]}"
+            raise ValueError(f"parts[{i}]: expected the columns of parts[0], {names}")
+    columns = {name: torch.cat([part.columns[name] for part in parts]) for name in first}
+    counts = torch.tensor([len(part.sequence) for part in parts], device="cpu")
+    each = torch.tensor(factors, dtype=torch.float32, device="cpu").repeat_interleave(counts)
+    columns |= {name: x * each for name, x in columns.items() if name in _SCALED}
     columns["gradient_share"] = shares(columns.get("d_hidden", columns["gradient"]))
     firsts = [0, *accumulate(len(part.sequences) for part in parts)]
     sequence = torch.cat([x.sequence + first for x, first in zip(parts, firsts, strict=False)])
@@ -255,22 +256,14 @@ def _to_cpu(
     return values, sequence, position, rest[0] if rest else None, numbers[-1].item()
 
 
-def _check_sum(losses: Tensor, loss: float) -> None:
-    total, size = losses.sum(dtype=torch.float64), losses.abs().sum(dtype=torch.float64)
-    if total.isfinite() and not abs(total - loss) <= 1e-3 * size + 1e-6:
-        raise ValueError(
-            "out.loss: expected the sum of the tokens' losses, "
-            f"{total:.6g}; got {loss:.6g}: pass the same arguments as to the call that returned out"
-        )
-
-
 def _sequences(
     columns: dict[str, Tensor], sequence: Tensor, lengths: list[int], groups: Any, rewards: Any,
     truncated: Any, prompts: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The sums and facts of each sequence."""
     count, in_policy = len(lengths), ~columns["advantage"].isnan()
-    sums = (sums_of(x, sequence, count) for x in (columns["advantage"].nan_to_num(), in_policy))
+    known = columns["advantage"].nan_to_num(), in_policy
+    sums = (sums_of(x, sequence, count).tolist() for x in known)
     facts: dict[str, list[Any]] = {
         "group": _groups(groups, count),
         "length": lengths,
@@ -280,9 +273,8 @@ def _sequences(
         "truncated": _per_sequence("truncated", truncated, count),
         "prompt": _per_sequence("prompts", prompts, count),
     }
-    for x in facts["reward"]:
-        if x is not None and not isinstance(x, (int, float)):
-            raise TypeError(f"rewards: expected numbers; got {x!r}")
+    if wrong := [x for x in facts["reward"] if not isinstance(x, (int, float, type(None)))]:
+        raise TypeError(f"rewards: expected numbers; got {wrong[0]!r}")
     facts["truncated"] = [None if x is None else bool(x) for x in facts["truncated"]]
     return [
         {name: x[i] for name, x in facts.items() if x[i] is not None or name == "group"}

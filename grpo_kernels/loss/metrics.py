@@ -25,8 +25,9 @@ TAKEN = frozenset({
     "tokens", "ratio_mean", "ratio_max", "ess", "zero_gradient", "entropy", "kl", "kl_max",
     "clip_low", "clip_high", "off_policy_dropped", "entropy_kept", "ce_loss", "ce_tokens", "ce_nll",
     "step", "reward", "reward_std", "accuracy", "groups_equal", "completion_length", "truncated",
-    "grad_norm", "learning_rate", "loss", "warnings", "micro_batch_size", "bad_updates", "seconds",
-    "peak_memory_gib", "loss_scale", "sampler_gap", "sampler_gap_max", "answers_timed_out",
+    "grad_norm", "learning_rate", "loss", "warnings", "explained", "micro_batch_size", "seconds",
+    "bad_updates", "peak_memory_gib", "loss_scale", "sampler_gap", "sampler_gap_max",
+    "answers_timed_out",
 })  # fmt: skip
 TAKEN_PREFIXES = ("clip_ratio/", "sampling/", "support/", "reward/", "accuracy/", "seconds/")
 _DIFFERENCE = "sampling/sampling_logp_difference"

@@ -22,6 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from ..explain import runs
 from .checks import check_model_name, is_adapter
 from .command_line import TRACEBACK, user_errors
 from .config import TrainingConfig
@@ -39,9 +40,10 @@ from .problems.rewards import (
     resolve_rewards,
     weighted_sum,
 )
-from .run import logs, ranks, report
+from .run import about, logs, ranks
 from .run.accuracy import Evaluation, accuracy_of
 from .run.logs import HELD_OUT, TRAINED_ON
+from .run.metrics import Metrics
 from .run.observers import print_above
 from .sampling.completions import vocabulary_of
 from .sampling.rollout import Sampler
@@ -248,8 +250,10 @@ def main(
     used = {**config.as_json(), "output": str(results), "dataset": str(path), "run": str(flags.run)}
     logs.open_folder(results, used, -1)
     one.write(results, 0, several)
-    report.write_environment(results)
-    say(f"Look at {report.write(results)[0]}")
+    about.write(results, about.versions(), Metrics())
+    page = results / "report.html"
+    runs.write([results], page)
+    say(f"Look at {page}")
     return results
 
 

@@ -212,7 +212,7 @@ class Trainer:
         config, accelerator, run, sampler = self.config, self.accelerator, self.run, self.sampler
         # A seed per step: a run that goes on from a checkpoint draws what it would have drawn.
         set_seed(run.seed("step"))
-        clock = Clock(accelerator.device)
+        clock = run.clock = Clock(accelerator.device)
         self.metrics.clear()
         local = problems[accelerator.process_index :: accelerator.num_processes]
         labels = [reward.label for reward in self.rewards]
@@ -238,10 +238,11 @@ class Trainer:
                 updates.append(self.update(samples, scores, number, rows))
                 if scores.old_logps is None:  # of the policy that sampled
                     scores = replace(scores, old_logps=updates[0].logps)
-        row = step_row(samples, labels, [x.metrics for x in updates], run, clock)
-        why = self.explanations.why(row)
-        if why is not None and accelerator.is_main_process:
-            run.look_on("explain", self.explanations.write, why, samples, updates)
+        row = step_row(samples, labels, [x.metrics for x in updates], run)
+        why = self.explanations.why(row) if accelerator.is_main_process else None
+        if why is not None:
+            explained = run.look_on("explain", self.explanations.write, why, samples, updates)
+            row |= {"explained": explained} if explained else {}
         return row, samples
 
     def judged(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Samples:

@@ -10,16 +10,15 @@ RUN = """
 import time
 from pathlib import Path
 from tests.helpers.killed_runs import count
-from tests.helpers.trainer_runs import config_of, no_curves, noise, trainer_of
+from tests.helpers.trainer_runs import config_of, noise, trainer_of
 
 def patient(*args, **columns):
     while count(Path({output!r}, "t")) >= {patience!r}:
         time.sleep(0.01)
     return noise(*args, **columns)
 
-with no_curves():
-    config = config_of({model!r}, {output!r}, **{options!r})
-    trainer_of(config, rewards={{"noise": patient}}).train()
+config = config_of({model!r}, {output!r}, **{options!r})
+trainer_of(config, rewards={{"noise": patient}}).train()
 """
 NEVER = 10**9
 

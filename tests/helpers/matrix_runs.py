@@ -8,13 +8,12 @@ import torch
 
 from grpo_kernels.training import load_model
 from grpo_kernels.training.problems.rewards import as_text
-from grpo_kernels.training.run import report
+from grpo_kernels.training.run import about
 from grpo_kernels.training.run.interruptions import StepError
 from tests.helpers import fake_vllm, plain_loop
 from tests.helpers.trainer_runs import (
     SameForAnyRanks,
     config_of,
-    no_curves,
     rows_of,
     trainer_of,
 )
@@ -70,14 +69,14 @@ class Run:
             name: lambda prompts, completions, f=f, **_: [f(as_text(x)) for x in completions]
             for name, f in plain_loop.REWARDS.items()
         }
-        with no_curves(), pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             fake_vllm.install(patch)
             options = {"model": str(model), **BASE, **options}
             config = config_of(options.pop("model"), folder, **options)
             own = None if config.rollout == "vllm" else lambda policy: Scripted()
             self.loaded, self.steps, self.watched = [], [], Watched()
             patch.setattr(datasets, "load_dataset", self.load_dataset)
-            patch.setattr(report, "write_environment", lambda _: None)  # takes long
+            patch.setattr(about, "versions", dict)  # takes long
             # A run that goes on is one after the first step.
             for steps in (1, config.steps) if config.resume else (config.steps,):
                 model, tokenizer = load_model(replace(config, chat=False))

@@ -2,7 +2,6 @@
 
 import json
 import random
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,8 @@ import torch
 
 from grpo_kernels.head.lm_head import Support
 from grpo_kernels.training import Completion, Trainer, TrainingConfig, load_model, load_problems
-from grpo_kernels.training.run import report
 from grpo_kernels.training.step.micro_batches import equal_parts
 from tests.helpers.tiny_models import V
-
-
-@contextmanager
-def no_curves():
-    """Reports without drawings, which take most of a small run's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_svg", lambda title, lines: "<svg/>")
-        yield patch
 
 
 def noise(prompts, completions, **_):

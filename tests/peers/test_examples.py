@@ -34,7 +34,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_runs(name, curves, tiny_model, tmp_path):
+def test_runs(name, tiny_model, tmp_path):
     example, options = RUNS[name]
     where = ("--model", str(tiny_model), "--output", str(tmp_path / "run"))
     folder = example.main([*where, *SMALL, *options])

@@ -23,7 +23,6 @@ from tests.helpers.trainer_runs import (
     assert_same_rows,
     assert_same_weights,
     config_of,
-    no_curves,
     noise,
     rows_of,
     same_for_any_ranks,
@@ -106,8 +105,7 @@ def trained(model, output, options, fault="", call=0):
     accelerator.backward = faulty(accelerator.backward, "backward")
     met = "nothing"
     try:
-        with no_curves():
-            trainer.train(on_step)
+        trainer.train(on_step)
     except (SystemExit, RuntimeError) as error:
         met = f"{type(error).__name__}: {error}"
     return met, trainer.run.step, trainer.run.micro_batch_size, policy.state_dict()
@@ -218,8 +216,7 @@ def test_weights_that_no_text_reaches(ranks, alone, tmp_path):
 
 def evaluated(folder, output):
     """The samples that an evaluation by the command has of both ranks."""
-    with no_curves():
-        evaluate.main([str(folder), f"--output={output}"])
+    evaluate.main([str(folder), f"--output={output}"])
     rows = read_rows(output / "answers.jsonl")
     return [row["completion"] for row in rows if "sample" in row]
 

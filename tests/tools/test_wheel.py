@@ -61,7 +61,7 @@ def test_contents(wheel, tmp_path):
     pages = {
         "grpo_kernels/explain/page.html",
         "grpo_kernels/explain/step.html",
-        "grpo_kernels/training/run/report_page.html",
+        "grpo_kernels/explain/run.html",
     }
     package |= {"grpo_kernels/py.typed", *pages}
     assert package | {"LICENSE", "README.md", "pyproject.toml", "tests/conftest.py"} <= source

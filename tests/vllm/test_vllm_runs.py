@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from grpo_kernels.training.run.interruptions import RESUME
 from tests.helpers.killed_runs import NEVER, count, launch
 from tests.helpers.ranks import ROOT, Ranks
-from tests.helpers.trainer_runs import no_curves, rows_of, trainer_of, untimed
+from tests.helpers.trainer_runs import rows_of, trainer_of, untimed
 from tests.helpers.vllm_masks import why_no_masks
 from tests.helpers.vllm_runs import vllm_config, vllm_model
 
@@ -29,8 +29,7 @@ def model(tmp_path_factory):
 
 def run(model, output, **options):
     AcceleratorState._reset_state(reset_partial_state=True)
-    with no_curves():
-        return trainer_of(vllm_config(model, output, **options)).train()
+    return trainer_of(vllm_config(model, output, **options)).train()
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(model, tmp_path):
@@ -107,8 +106,7 @@ def train_on_ranks(model, output, options):
     assert trainer.accelerator.distributed_type.value == "MULTI_CPU"
     assert torch.distributed.get_world_size() == 2
     rows = []
-    with no_curves():
-        trainer.train(lambda row, samples: rows.append(untimed(row)))
+    trainer.train(lambda row, samples: rows.append(untimed(row)))
     return rows
 
 

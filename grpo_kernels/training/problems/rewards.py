@@ -23,7 +23,7 @@ from torch import Tensor
 from ..config import imported
 from ..run import ranks, user_code
 from ..run.interruptions import StepError
-from ..run.metrics import Metric, Metrics
+from ..run.metrics import Metrics
 from .answers import is_correct
 from .data import applies, names_rewards, text_of
 from .expressions import timed_out
@@ -74,7 +74,7 @@ class RewardError(StepError, ValueError):
 
 @dataclass(frozen=True)
 class OwnMetrics:
-    """Columns that reward functions add to a step's row, each with a curve in the report.
+    """Columns that reward functions add to a step's row, each with a curve on the page.
 
     `metrics` None: the completions are an evaluation's, which is in no row.
     """
@@ -87,12 +87,9 @@ class OwnMetrics:
         Raises:
             ValueError: a name of the library's.
         """
-        if self.metrics is None:
-            return
-        if name not in self.metrics:
-            self.metrics.register(Metric(name, chart=name))
-        several = [values] if isinstance(values, float | int) else values
-        self.metrics.add(name, [math.nan if x is None else float(x) for x in several])
+        if self.metrics is not None:
+            several = [values] if isinstance(values, float | int) else values
+            self.metrics.add(name, [math.nan if x is None else float(x) for x in several])
 
 
 def resolve_rewards(

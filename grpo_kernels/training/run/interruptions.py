@@ -32,7 +32,7 @@ class BadUpdates(RuntimeError):
         super().__init__(
             f"{count} updates in a row had a gradient of NaN or inf and were left out. The last "
             f"checkpoint: {checkpoint}. Look at what grew before it (ratio_max, grad_norm, entropy "
-            "in the report); a lower learning_rate may get past it"
+            "on its page); a lower learning_rate may get past it"
         )
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -29,12 +30,15 @@ class Metric:
     Args:
         name: the column's.
         merge: `"mean"`, `"max"`, `"min"` or `"sum"` of added values, updates and processes.
-        chart: the title of its picture in `report.html`, which metrics may share; None: no picture.
+        chart: the title of its picture in `report.html`, which metrics may share; None: its name.
+        unit: of its values, such as "s" or "tokens"; with "%" the page shows a share of 0.25 as
+            25 %.
     """
 
     name: str
     merge: str = "mean"
     chart: str | None = None
+    unit: str = ""
 
 
 _GAP, _WEIGHT = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
@@ -62,6 +66,7 @@ class Metrics:
 
         Raises:
             ValueError: a name of the library's, or a `merge` that does not exist.
+            TypeError: a `chart` or a `unit` that is not a text.
         """
         for metric in metrics:
             _check_name(metric.name)
@@ -70,11 +75,10 @@ class Metrics:
                     f"merge: expected one of {', '.join(MERGES)} for {metric.name}; got "
                     f"{metric.merge!r}"
                 )
+            for text, value in (("chart", metric.chart or ""), ("unit", metric.unit)):
+                if not isinstance(value, str):
+                    raise TypeError(f"{text}: expected a text for {metric.name}; got {value!r}")
             self._metrics[metric.name] = metric
-
-    def __contains__(self, name: str) -> bool:
-        """True for a registered metric."""
-        return name in self._metrics
 
     def add(self, name: str, values: Iterable[float] | Tensor) -> None:
         """Adds values of this process's tokens or completions to the step; NaN is left out.
@@ -118,13 +122,10 @@ class Metrics:
                 values.setdefault(name, []).append(value)
         return {name: self._merged(name, x) for name, x in values.items()}
 
-    def charts(self) -> dict[str, list[str]]:
-        """Returns the names of the metrics in each picture of the report, by its title."""
-        titles: dict[str, list[str]] = {}
-        for metric in self._metrics.values():
-            if metric.chart is not None:
-                titles.setdefault(metric.chart, []).append(metric.name)
-        return titles
+    def own(self) -> dict[str, dict[str, str | None]]:
+        """Returns the chart and the unit of each metric that the user registered, by name."""
+        own = (metric for name, metric in self._metrics.items() if name not in _LIBRARY)
+        return {metric.name: {"chart": metric.chart, "unit": metric.unit} for metric in own}
 
     def _merge_of(self, name: str) -> str:
         return self._metrics[name].merge if name in self._metrics else "mean"
@@ -143,11 +144,12 @@ def _check_name(name: str) -> None:
 
 
 class Clock:
-    """Seconds that the parts of a step took, by name."""
+    """Seconds of a step: of its parts by name, and of head and loss within its updates."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seconds: dict[str, float] = {}
+        self._spans: list[tuple[Any, Any]] = []  # of head and loss
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -156,6 +158,38 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds[name] = time.perf_counter() - start
+
+    @contextmanager
+    def head(self) -> Iterator[None]:
+        """Counts a forward of head and loss."""
+        start = self._now()
+        yield
+        self._spans.append((start, self._now()))
+
+    def head_backward(self, loss: Tensor, hidden: Tensor) -> None:
+        """Counts the backward from the loss to these states, once it runs.
+
+        It is not counted where the states need no gradient, as those of a frozen body.
+        """
+        if loss.requires_grad and hidden.requires_grad:
+            starts: list[Any] = []
+            loss.register_hook(lambda _: starts.append(self._now()))
+            hidden.register_hook(lambda _: self._spans.append((starts.pop(), self._now())))
+
+    @property
+    def head_seconds(self) -> float:
+        """Seconds of head and loss, in forwards and backwards; read it after the step's parts."""
+        if self.device.type == "cuda":
+            return sum(start.elapsed_time(end) for start, end in self._spans) / 1000
+        return sum(end - start for start, end in self._spans)
+
+    def _now(self) -> Any:
+        """Returns the time, or on CUDA an event in the stream, for which nothing waits."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
 
 def peak_memory(device: torch.device) -> int:

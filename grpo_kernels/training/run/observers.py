@@ -16,10 +16,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ...base.text import printable
+from ...explain import runs
 from ...explain.rules import verdicts
 from ..config import DTYPES, TrainingConfig
-from . import logs, ranks, report
+from . import about, logs, ranks
 from .accuracy import Evaluation
+from .metrics import Metrics
 
 # What the terminal shows of a step, if a run has it.
 _LINE = {
@@ -74,10 +76,10 @@ class Observer:
 
 
 class Completions(Observer):
-    """Writes the completions of some steps, to `samples.jsonl`."""
+    """Writes completions to `samples.jsonl`: of some steps, and of those with a warning or page."""
 
     def step(self, row: dict[str, Any], samples: Samples) -> None:
-        if self.shows_samples(row["step"]):
+        if self.shows_samples(row["step"]) or row.keys() & {"warnings", "explained"}:
             for shown in sample_rows(samples, self.config.num_generations):
                 logs.append(self.config.folder / "samples.jsonl", {"step": row["step"], **shown})
 
@@ -130,22 +132,26 @@ class Trackers(Observer):
 
 
 class Page(Observer):
-    """Draws `report.html`, and says at the end what came of the run."""
+    """Writes `report.html`, and says at the end what came of the run."""
+
+    def __init__(self, config: TrainingConfig, metrics: Metrics) -> None:
+        super().__init__(config)
+        self.metrics, self.versions = metrics, dict[str, str]()
 
     def start(self, step: int) -> None:
-        report.write_environment(self.config.folder)
+        self.versions = about.versions()
+        about.write(self.config.folder, self.versions, self.metrics)
 
     def step(self, row: dict[str, Any], samples: Samples) -> None:
         if self.shows_samples(row["step"]):
             self._write()
 
     def end(self) -> None:
-        self._write("\nLook at {}")
+        print_above(f"{self._write()}\nLook at {self.config.folder / 'report.html'}")
 
-    def _write(self, ending: str = "") -> None:
-        page, summary = report.write(self.config.folder)
-        if ending:
-            print_above(summary + ending.format(page))
+    def _write(self) -> str:
+        about.write(self.config.folder, self.versions, self.metrics)
+        return runs.write([self.config.folder], self.config.folder / "report.html")
 
 
 def _plain(value: Any) -> Any:
@@ -161,12 +167,22 @@ def print_above(text: str) -> None:
         tqdm.write(printable(text))
 
 
-def observers_of(config: TrainingConfig, accelerator: Accelerator) -> list[Observer]:
-    """Returns the observers of a run."""
+def observers_of(
+    config: TrainingConfig, accelerator: Accelerator, metrics: Metrics
+) -> list[Observer]:
+    """Returns the observers of a run; `metrics` are the run's."""
     if not accelerator.is_main_process:
         return []
-    observers = [kind(config) for kind in (Completions, Terminal, Page)]
+    observers = [Completions(config), Terminal(config), Page(config, metrics)]
     return observers + [Trackers(config, accelerator)] * bool(config.trackers)
+
+
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """Returns the text of a prompt, or of a chat's last message, whose content may have parts."""
+    content = prompt if isinstance(prompt, str) else prompt[-1].get("content")
+    if content is None or isinstance(content, str):  # None in a message that calls a tool
+        return content or ""
+    return "".join(str(part.get("text") or "") for part in content)
 
 
 def introduction(
@@ -220,7 +236,7 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for i, row in enumerate(rows):
         if i == 0 or row["prompt"] != rows[i - 1]["prompt"]:
-            *_, last = report.prompt_text(row["prompt"]).strip().split("\n\n")  # without examples
+            *_, last = prompt_text(row["prompt"]).strip().split("\n\n")  # without examples
             answer = _in_one_line(str(row["answer"]))[:20]
             lines.append(f"      prompt: {_in_one_line(last)[-90:]}  (right answer: {answer})")
         lines.append(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
@@ -20,12 +22,14 @@ from ..config import TrainingConfig
 from . import checkpoint, logs, ranks, user_code
 from .accuracy import Evaluation
 from .interruptions import BadUpdates, Interruptions, Preempted, StepError
-from .metrics import Metrics
+from .metrics import Clock, Metrics
 from .observers import Samples, observers_of, print_above
 from .schedule import every
 
 # Updates in a row without a finite gradient, after which the run ends.
 MOST_BAD = 10
+
+_T = TypeVar("_T")
 
 
 class _LookedOn(Exception):
@@ -52,11 +56,12 @@ class Run:
         self.config, self.accelerator = config, accelerator
         self.inputs, self.changing = inputs, changing
         self.interruptions = Interruptions(accelerator)
-        self.observers = observers_of(config, accelerator)
+        self.metrics, self.clock = Metrics(), Clock(accelerator.device)  # of the step
+        self.observers = observers_of(config, accelerator, self.metrics)
+        self._seconds_of_page = 0.0  # since the last row
         self.failed: set[str] = set()  # observers and files whose error was printed
         self.waiting: dict[str, list[Mapping[str, Any]]] = {}  # rows that found no room, by file
         self.watch = Watch(config.as_json())
-        self.metrics = Metrics()
         self.step = 0  # under way, or the last one
         self.trained = 0  # the last one whose updates were all made
         self.saved = 0  # the last one with a checkpoint
@@ -91,9 +96,6 @@ class Run:
             if warnings := self.watch.after_step(row):
                 row["warnings"] = warnings
             self.write("metrics.jsonl", [row])
-            if charts := self.metrics.charts():
-                path = self.config.folder / "charts.json"
-                self.look_on("charts", logs.write_json, path, charts)
         self.notify("step", row, samples)
 
     def write(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -106,9 +108,10 @@ class Run:
         waiting = self.waiting.setdefault(name, [])
         waiting += rows
         try:
-            while waiting:
-                logs.append(self.config.folder / name, waiting[0])
-                del waiting[0]
+            with self._page_time():
+                while waiting:
+                    logs.append(self.config.folder / name, waiting[0])
+                    del waiting[0]
         except OSError as error:
             if name not in self.failed:
                 self.failed.add(name)
@@ -131,10 +134,14 @@ class Run:
             copies = [deepcopy(x) if isinstance(x, dict) else x for x in news]
             self.look_on(type(observer).__name__, getattr(observer, event), *copies)
 
-    def look_on(self, name: str, look: Callable[..., object], *news: Any) -> None:
-        """Calls an observer. Its errors never end a run; the first is printed."""
+    def look_on(self, name: str, look: Callable[..., _T], *news: Any) -> _T | None:
+        """Calls an observer; returns its result. Its errors never end a run; the first is printed.
+
+        Then the result is None.
+        """
         try:
-            user_code.call(name, partial(look, *news), _LookedOn)
+            with self._page_time():
+                return user_code.call(name, partial(look, *news), _LookedOn)
         except _LookedOn as error:
             if name not in self.failed:
                 self.failed.add(name)
@@ -143,6 +150,20 @@ class Run:
                     f"      warning: {name} failed ({type(cause).__name__}: {cause}); training "
                     "goes on, and its later errors are not printed"
                 )
+        return None
+
+    @contextmanager
+    def _page_time(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds_of_page += time.perf_counter() - start
+
+    def seconds_of_page(self) -> float:
+        """Returns the seconds that files and observers took since the last call."""
+        seconds, self._seconds_of_page = self._seconds_of_page, 0.0
+        return seconds
 
     def halve_micro_batches(self) -> None:
         """Makes micro-batches smaller once memory ran out, which does not change gradients.

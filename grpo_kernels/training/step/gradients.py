@@ -49,7 +49,7 @@ def add_gradients(
         with accelerator.autocast():
             forward_of_part = partial(
                 scorer.policy, "loss", batch, samples.advantages[where],
-                reference=scorer.reference_of(batch),
+                reference=scorer.reference_of(batch), clock=run.clock,
                 **loss_options(samples, scores, part, where, T, full, config, world),
             )  # fmt: skip
             out = call_loss(config, forward_of_part)

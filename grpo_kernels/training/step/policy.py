@@ -23,6 +23,7 @@ from ...head.lm_head import LMHead, Reference, Support
 from ...integrations.hf_head import base_model, body_of, evaluating, head_of
 from ...integrations.private import keeps_a_state, without_memory
 from ..config import TrainingConfig
+from ..run.metrics import Clock
 from ..sampling.completions import end_tokens, pad
 
 
@@ -109,14 +110,21 @@ class Policy(nn.Module):
         return getattr(self, what)(*args, **kwargs)
 
     def loss(
-        self, batch: Batch, advantages: Tensor, config: GRPOLossConfig, **options: Any
-    ) -> GRPOLossOutput:
-        """Computes the loss of the completions, with `options` of `fused_grpo_loss`."""
+        self, batch: Batch, advantages: Tensor, config: GRPOLossConfig, clock: Clock,
+        **options: Any,
+    ) -> GRPOLossOutput:  # fmt: skip
+        """Computes the loss of the completions, with `options` of `fused_grpo_loss`.
+
+        `clock` counts the seconds of head and loss.
+        """
         hidden = self.hidden(batch)
-        return fused_grpo_loss(
-            hidden, self.head(hidden), batch.completions, advantages, batch.mask, config=config,
-            support=batch.support, **options,
-        )  # fmt: skip
+        with clock.head():
+            out = fused_grpo_loss(
+                hidden, self.head(hidden), batch.completions, advantages, batch.mask,
+                config=config, support=batch.support, **options,
+            )  # fmt: skip
+        clock.head_backward(out.loss, hidden)
+        return out
 
     @torch.no_grad()
     def logps(

@@ -22,23 +22,21 @@ from ...base.sequences import masked_quantile
 from ..config import TrainingConfig
 from ..run import ranks
 from ..run.interruptions import StepError
-from ..run.metrics import Clock, Metrics, peak_memory
+from ..run.metrics import Metrics, peak_memory
 from ..run.run import Run
 from .samples import Samples, Scores, call_loss, loss_config
 
 
 def step_row(
-    samples: Samples, labels: Sequence[str], updates: Iterable[Mapping[str, float]], run: Run,
-    clock: Clock,
-) -> dict[str, Any]:  # fmt: skip
+    samples: Samples, labels: Sequence[str], updates: Iterable[Mapping[str, float]], run: Run
+) -> dict[str, Any]:
     """Makes a step's row of metrics, over all processes.
 
     Args:
         samples: of this process.
         labels: of the reward functions.
         updates: metrics of the step's updates.
-        run: at the step.
-        clock: has the step's seconds.
+        run: at the step; its clock has the step's seconds.
     """
     add_samples(run.metrics, samples, labels, run.config)
     row = {"step": run.step, **run.metrics.take(run.accelerator)}
@@ -49,8 +47,10 @@ def step_row(
         row["micro_batch_size"] = run.micro_batch_size
     if run.bad_updates:
         row["bad_updates"] = run.bad_updates
-    row["seconds"] = sum(clock.seconds.values())
-    row |= {f"seconds/{name}": value for name, value in clock.seconds.items()}
+    seconds = run.clock.seconds
+    row["seconds"] = sum(seconds.values())
+    seconds = seconds | {"head": run.clock.head_seconds, "page": run.seconds_of_page()}
+    row |= {f"seconds/{name}": value for name, value in seconds.items()}
     return row | {"peak_memory_gib": peak_memory(run.accelerator.device) / 2**30}
 
 

@@ -1,0 +1,201 @@
+"""The page of a run, or of several beside each other, from the files in their folders."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from urllib.parse import quote
+
+from ..base.text import printable
+from .page import render
+from .records import read_rows
+
+Run = Mapping[str, Any]
+MOST = 6  # runs on a page, which has six colours
+TEXTS, LONGEST = 2_000_000, 6_000  # characters of a run's completions on a page, and of one
+SIGNS = ("step", "warnings", "explained")  # what a row has besides numbers
+
+
+def write(folders: Sequence[str | Path], output: str | Path) -> str:
+    """Writes the page of one to six runs; returns its verdict and figures, as text.
+
+    Args:
+        folders: the runs', each with a `config.json`.
+        output: the page, whose links to steps are relative.
+
+    Raises:
+        ValueError: no folder, more than six, or one that is not a run's.
+    """
+    paths, output = [*dict.fromkeys(Path(x).resolve() for x in folders)], Path(output).resolve()
+    if not 1 <= len(paths) <= MOST:
+        raise ValueError(f"folders: expected 1 to {MOST} runs; got {len(paths)}: compare fewer")
+    names, depth = [path.name for path in paths], 1
+    while len({*names}) < len(names):  # as many parents as tell them apart
+        depth += 1
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+    prompts: dict[str, int] = {}
+    runs = [{"name": n, **_run(p, output, prompts)} for n, p in zip(names, paths, strict=True)]
+    verdict = _comparison(runs) if len(runs) > 1 else _verdict(runs[0])
+    title = " and ".join(names) if len(runs) < 3 else f"{len(runs)} runs"
+    data = {"runs": runs, "prompts": [_cut(text, LONGEST) for text in prompts]}
+    scratch = output.with_name(f"{output.name}.tmp")
+    scratch.write_text(render("run.html", title, data, VERDICT=verdict), encoding="ascii")
+    scratch.replace(output)
+    return printable("\n".join((verdict, *map(_summary, runs))))
+
+
+def _run(folder: Path, output: Path, prompts: dict[str, int]) -> dict[str, Any]:
+    """What the page has of a run; `prompts`, by their places on it, grows."""
+    options, rows = _values(folder / "config.json"), read_rows(folder / "metrics.jsonl")
+    if not options:
+        raise ValueError(f"folder: expected a run's, with its config.json; got {folder}")
+    samples = read_rows(folder / "samples.jsonl")
+    longest = min(LONGEST, TEXTS // (len(samples) or 1))
+    names = dict.fromkeys(k for row in rows for k, x in row.items() if _short(x) is not None)
+    run = {
+        "options": options, "about": _values(folder / "about.json"),
+        "evaluations": [e for e in read_rows(folder / "evaluations.jsonl") if e.get("problems")],
+        "answers": _answers(folder / "answers.jsonl", prompts),
+        "steps": [row["step"] for row in rows],
+        "columns": {k: [_short(row.get(k)) for row in rows] for k in names if k != "step"},
+        "signs": [{k: row[k] for k in SIGNS if k in row} for row in rows if row.keys() & SIGNS[1:]],
+        "samples": [{**x, "prompt": prompts.setdefault(_text(x["prompt"]), len(prompts)),
+                     "completion": _cut(x["completion"], longest)} for x in samples],
+        "pages": sorted(int(x.stem[5:]) for x in folder.glob("explanations/step-[0-9]*.html")),
+        "up": quote(os.fsencode(os.path.relpath(folder, output.parent).replace(os.sep, "/"))),
+    }  # fmt: skip
+    return run | {"change": _difference(run, 0, run)}
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The values in a file; none if it is missing or damaged."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8", errors="replace")))
+    except (OSError, TypeError, ValueError, RecursionError):
+        return {}
+
+
+def _short(x: Any) -> float | None:
+    """A number of five digits; None of what is no number, or not finite."""
+    if not isinstance(x, int | float) or not abs(x) < 1e300:
+        return None
+    return int(x) if x == int(x) and abs(x) < 1e15 else float(f"{x:.5g}")
+
+
+def _cut(text: str, longest: int) -> str:
+    left, half = len(text) - longest, longest // 2
+    return text if left <= 0 else f"{text[:half]} [... {left:,} characters ...] {text[-half:]}"
+
+
+def _text(prompt: Any) -> str:
+    """The text of a prompt, or of a chat without the system's message; content may have parts."""
+    if isinstance(prompt, str):
+        return prompt
+    contents = [m.get("content") or "" for m in prompt if m.get("role") != "system"]
+    parts = (x if isinstance(x, str) else [str(p.get("text") or "") for p in x] for x in contents)
+    return "\n".join(map("".join, parts))
+
+
+def _answers(path: Path, prompts: dict[str, int]) -> dict[int, dict[int, list[Any]]]:
+    """By step and prompt: correct, right answer, answer, and of first and last step the text."""
+    rows = [row for row in read_rows(path) if "sample" not in row]
+    of: dict[int, dict[int, list[Any]]] = {step: {} for step in sorted({r["step"] for r in rows})}
+    ends = {*[*of][:1], *[*of][-1:]}
+    longest = max(400, min(LONGEST, TEXTS * len(of) // (2 * len(rows) or 1)))
+    for row in rows:
+        texts = [None if row.get(k) is None else str(row[k]) for k in ("answer", "answered")]
+        texts += [_cut(row["completion"], longest)] if row["step"] in ends else []
+        place = prompts.setdefault(_text(row["prompt"]), len(prompts))
+        of[row["step"]][place] = [int(row["correct"]), *texts]
+    return of
+
+
+def _summary(run: Run) -> str:
+    """A run's name and figures in a line."""
+    rewards, seconds, lengths, memory = (
+        [x for x in run["columns"].get(name, ()) if x is not None]
+        for name in ("reward", "seconds", "completion_length", "peak_memory_gib")
+    )
+    steps, total, options, parts = len(seconds), sum(seconds), run["options"], []
+    if total:
+        parts.append(f"{steps:,} step{'s' * (steps > 1)} of {total / steps:.1f} s")
+        # Not `tokens`, which counts those of every update: of two epochs twice.
+        tokens = sum(lengths) * options.get("prompts_per_step", 0) * options["num_generations"]
+        parts.append(f"{tokens / total:,.0f} completion tokens per second")
+    if rewards:
+        n = max(1, min(max(5, len(rewards) // 20), len(rewards) // 2))
+        first, last = fmean(rewards[:n]), fmean(rewards[-n:])
+        parts.append(f"reward {first:.3f} -> {last:.3f} (first and last {n})")
+    parts += [f"peak memory {max(memory):.2f} GiB"] if memory else []
+    return f"{run['name']}: {'; '.join(parts) or 'no step is done yet'}"
+
+
+def _difference(x: Run, i: int, y: Run) -> dict[str, Any]:
+    """The 95 % interval of the last accuracy of `y` minus that of `x` at its evaluation `i`.
+
+    Of the same problems: McNemar's exact test, and the interval of Agresti and Min (2005). Else, as
+    of independent samples, Newcombe's method 10 (1998).
+    """
+    if len(x["evaluations"]) < 2 - (x is not y):
+        return {}
+    a, b = x["evaluations"][i], y["evaluations"][-1]
+    old, new = x["answers"].get(a["step"], {}), y["answers"].get(b["step"], {})
+    if len(old) == a["problems"] == b["problems"] and old.keys() == new.keys():
+        up, down = (sum(new[k][0] - old[k][0] == sign for k in old) for sign in (1, -1))
+        rarer = sum(math.comb(up + down, k) for k in range(min(up, down) + 1))
+        n, turned = len(old) + 2, {"up": up, "down": down}
+        middle, half = (up - down) / n, math.sqrt(up + down + 1 - (up - down) ** 2 / n) * 1.96 / n
+        beyond = 2 * rarer / 2 ** (up + down) < 0.05
+        return {"low": middle - half, "high": middle + half, "beyond": beyond, **turned}
+    low, high = (
+        b["accuracy"]
+        - a["accuracy"]
+        + sign * math.hypot(b["accuracy"] - b[p], a["accuracy"] - a[q])
+        for sign, p, q in ((-1, "low", "high"), (1, "high", "low"))
+    )
+    return {"low": low, "high": high, "beyond": low > 0 or high < 0}
+
+
+def _verdict(run: Run) -> str:
+    """Says in a sentence what came of a run."""
+    evaluations, change, steps = run["evaluations"], run["change"], run["steps"]
+    text, planned = "No held-out problems were answered.", run["options"].get("steps", 0)
+    if evaluations:
+        old, new = (_percent(evaluations[i]) for i in (0, -1))
+        said = f"stayed at {new}" if change and old == new else f"is {new}"
+        if change and old != new:
+            rose = evaluations[-1]["accuracy"] > evaluations[0]["accuracy"]
+            how = ("fell", "rose")[rose] if change["beyond"] else "went"
+            said = f"{how} from {old} to {new}{', a difference within chance' * (how == 'went')}"
+        n = f"{evaluations[-1]['problems']:,} problems that were not trained on"
+        turned = ": {up:,} turned right, {down:,} wrong".format(**change) if "up" in change else ""
+        text = f"Held-out accuracy {said}, on {n}{turned}."
+    left = f" {steps[-1]:,} of {planned:,} steps are done." if steps and steps[-1] < planned else ""
+    return text + left
+
+
+def _comparison(runs: Sequence[dict[str, Any]]) -> str:
+    """Says which run answers most problems; adds to the others how far behind they are."""
+    known = [run for run in runs if run["evaluations"]]
+    if not known:
+        return "No held-out problems were answered in these runs."
+    best = max(known, key=lambda run: run["evaluations"][-1]["accuracy"])
+    last = best["evaluations"][-1]
+    text = (
+        f"{best['name']} answers most of {last['problems']:,} held-out problems, {_percent(last)}."
+    )
+    for run in known:
+        if run is not best:
+            run["behind"], share = _difference(best, -1, run), _percent(run["evaluations"][-1])
+            chance = "beyond" if run["behind"]["beyond"] else "within"
+            text += f" {run['name']} answers {share}, a difference {chance} chance."
+    return text
+
+
+def _percent(evaluation: Mapping[str, Any]) -> str:
+    return f"{100 * evaluation['accuracy']:.1f} %"
