@@ -12,7 +12,7 @@ import pytest
 from grpo_kernels.explain import runs
 from tests.helpers.explanations import HOSTILE, Page
 
-HTML = Path(runs.__file__).with_name("run.html").read_text()
+CURVES = Path(runs.__file__).with_name("curves.js").read_text()
 ROW = {"reward": 0.5, "seconds": 2.0, "peak_memory_gib": 1.0, "completion_length": 8.0}
 
 
@@ -272,7 +272,7 @@ def test_long_texts_are_cut(tmp_path):
 
 @pytest.mark.skipif(not shutil.which("node"), reason="the rules of curves are JavaScript")
 def test_rules_of_curves():
-    rules = HTML.split("// Rules of curves.")[1].split("\n", 1)[1].split("// End of the rules.")[0]
+    rules = CURVES.split("// End of the rules.")[0]
     noise = "Array.from({ length: 100 }, (_, i) => Math.sin(i * i))"
     cases = {
         # no picture of what does not change; NaN and gaps are null
