@@ -567,7 +567,7 @@ def test_tokens_of_a_step_are_a_row(tmp_path, capsys):
     assert last == "Nothing else stands out." and page.startswith("page: ")
 
 
-def test_a_run_of_this_trainer_is_read(make):
+def test_a_run_of_this_trainer_is_read(make, capsys):
     folder = make(steps=2, eval_size=2, beta=0.04).train()
     rows, options = logs.read(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 0, 2] and options["beta"] == 0.04
@@ -577,6 +577,11 @@ def test_a_run_of_this_trainer_is_read(make):
         "ratio_max",
     }  # fmt: skip
     assert rows[2].keys() == rows[3].keys() == {"step", "held_out_accuracy"}
+    capsys.readouterr()
+    command.main([str(folder)])
+    said = capsys.readouterr().out
+    assert f"page: {folder / 'report.html'}\n2 steps of {folder / 'metrics.jsonl'}: loss" in said
+    assert said.endswith("Nothing else stands out.\n")
 
 
 def test_the_page_is_that_of_the_table():
