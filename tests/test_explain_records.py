@@ -153,6 +153,15 @@ def test_prime_rl_exports_have_their_trained_tokens(tmp_path):
         torch.testing.assert_close(one.columns[name], torch.tensor(values * 2))
 
 
+def test_files_of_two_kinds_are_refused(tmp_path):
+    (tmp_path / "rank_0.jsonl").write_text(prime_rl())
+    write_jsonl(explanation(), tmp_path / "rank_1.jsonl")
+    with pytest.raises(
+        ValueError, match=r"rank_1\.jsonl, line 1: expected tokens with the columns"
+    ):
+        read(tmp_path)
+
+
 def test_tokens_that_prime_rl_masks_are_a_cause(tmp_path):
     """Half of the tokens of each sequence are out of its trust region; a tenth is no news."""
     path = tmp_path / "rank_0.jsonl"

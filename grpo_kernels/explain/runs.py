@@ -51,9 +51,8 @@ def write(folders: Sequence[str | Path], output: str | Path) -> str:
 
 def _run(folder: Path, output: Path, prompts: dict[str, int]) -> dict[str, Any]:
     """What the page has of a run; `prompts`, by their places on it, grows."""
-    options, rows = _values(folder / "config.json"), read_rows(folder / "metrics.jsonl")
-    rows = [*{row["step"]: row for row in rows}.values()]  # of a step that was taken again the last
-    if not options:
+    rows = {row["step"]: row for row in read_rows(folder / "metrics.jsonl")}.values()
+    if not (options := _values(folder / "config.json")):
         raise ValueError(f"folder: expected a run's, with its config.json; got {folder}")
     samples = read_rows(folder / "samples.jsonl")
     longest = min(LONGEST, TEXTS // (len(samples) or 1))
@@ -126,7 +125,8 @@ def _summary(run: Run) -> str:
     tokens = sum(lengths) * math.prod(run["options"].get(name, 0) for name in SIZE)
     parts = []
     if total := sum(seconds):
-        parts.append(f"{len(seconds):,} steps, {total / len(seconds):.1f} s each")
+        n = len(seconds)
+        parts.append(f"{n:,} step{'s' * (n > 1)} of {total / n:.1f} s")
         parts.append(f"{tokens / total:,.0f} completion tokens per second")
     if rewards:
         n = max(1, min(max(5, len(rewards) // 20), len(rewards) // 2))
@@ -197,4 +197,5 @@ def _comparison(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _percent(run: Run, which: int = -1) -> str:
-    return f"{100 * run['evaluations'][which]['accuracy']:.1f} %"
+    # Halves are rounded up, as on the page.
+    return f"{100 * run['evaluations'][which]['accuracy'] + 1e-9:.1f} %"
