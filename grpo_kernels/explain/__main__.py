@@ -97,9 +97,11 @@ def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
 def _of_log(path: Path, options: Any = None) -> Iterator[str]:
     path = path / "trainer_state.json" if path.is_dir() else path
     rows, known = logs.read(path)
-    steps, names = len({row["step"] for row in rows}), {name for row in rows for name in row}
-    known_names = ", ".join(name for name in logs.NAMES if name in names)
-    yield f"{steps} step{'s' * (steps != 1)} of {path}: {known_names}"
+    names = {name for row in rows for name in row}
+    # An evaluation is of weights after a step, or before all of them.
+    steps = len({row["step"] for row in rows if row.keys() - {"step", "held_out_accuracy"}})
+    found = ", ".join(name for name in logs.NAMES if name in names)
+    yield f"{steps} step{'s' * (steps != 1)} of {path}: {found}"
     yield from _findings(rows, known)
 
 

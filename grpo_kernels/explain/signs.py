@@ -28,7 +28,7 @@ class Log:
 
     def columns(self, *names: str) -> list[list[float]]:
         """Steps and values of metrics, of the rows where all of these are finite numbers."""
-        rows = ([row.get("step", i), *map(row.get, names)] for i, row in enumerate(self.rows, 1))
+        rows = ([row.get("step", 0), *map(row.get, names)] for row in self.rows)
         known = [row for row in rows if all(isinstance(x, int | float) for x in row)]
         finite = [row for row in known if all(map(math.isfinite, row))]
         return [[*x] for x in zip(*finite, strict=True)] or [[] for _ in range(len(names) + 1)]
@@ -146,9 +146,8 @@ def truncated(log: Log) -> str:
 
 
 def bad_gradient(log: Log) -> str:
-    rows = [(row.get("step", i), row) for i, row in enumerate(log.rows, 1)]
     bad = [
-        f"{name} is {row[name]} at step {step}" for step, row in rows
+        f"{name} is {row[name]} at step {row['step']}" for row in log.rows
         for name in ("grad_norm", "loss") if not_finite(row, name) and not skipped_by_scaler(row)
     ]  # fmt: skip
     return bad[0] + f", the first of {len(bad)} such values" * (len(bad) > 1) if bad else ""
