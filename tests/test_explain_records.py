@@ -277,7 +277,7 @@ def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, ca
     assert lines[0].startswith(" 50 %  ratio: </script><img") and r"\u2028\u202e" in "".join(lines)
     assert last == f"page: {tmp_path / 'step.html'}" and rules == "Nothing stands out."
     page = (tmp_path / "step.html").read_text()
-    assert "<h1>step.jsonl</h1>" in page and '"sort": "gradient"' in page
+    assert "<h1>step.jsonl</h1>" in page and '"sort":"gradient"' in page
 
 
 def test_the_page_of_a_step_of_a_run_is_the_trainers(tmp_path, capsys):
@@ -307,7 +307,7 @@ def test_the_command_decodes_ids(tmp_path, monkeypatch):
     tokenizers = SimpleNamespace(from_pretrained=lambda name: {"some/model": decoder}[name])
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=tokenizers))
     command.main([str(path), "--tokenizer", "some/model", "--output", str(page)])
-    assert '"texts": [["(8)", "(10)"]]' in page.read_text()
+    assert '"texts":[["(8)","(10)"]]' in page.read_text()
 
 
 @pytest.mark.parametrize(

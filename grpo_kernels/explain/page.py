@@ -48,6 +48,7 @@ def _template(name: str) -> str:
     """The page without its data, with the digests of its style and script."""
     folder = Path(__file__).parent
     text, own = ((folder / x).read_text(encoding="ascii") for x in ("page.html", name))
+    own = re.sub(r"@(\w+\.js)@\n", lambda place: (folder / place[1]).read_text("ascii"), own)
     parts = r"<style>\n(.*)</style>\n<header>(.*?)</header>\n(.*)<script>\n(.*)</script>\n"
     found = re.fullmatch(parts, own, re.DOTALL).groups()  # type: ignore[union-attr]
     for place, part in zip(("OWN_STYLE", "HEAD", "BODY", "OWN_SCRIPT"), found, strict=True):

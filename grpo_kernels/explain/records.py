@@ -57,7 +57,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def dump(x: Any) -> str:
     """Returns a value as strict JSON, in ASCII."""
-    return json.dumps(_strict(x), allow_nan=False)
+    return json.dumps(_strict(x), allow_nan=False, separators=(",", ":"))
 
 
 def _strict(x: Any) -> Any:

@@ -18,7 +18,7 @@ from .records import read_rows
 Run = Mapping[str, Any]
 MOST = 6  # runs on a page, which has six colours
 TEXTS, LONGEST = 2_000_000, 6_000  # characters of a run's completions on a page, and of one
-SIGNS = ("step", "warnings", "explained")  # what a row has besides numbers
+SIGNS, SIZE = ("step", "warnings", "explained"), ("prompts_per_step", "num_generations")
 
 
 def write(folders: Sequence[str | Path], output: str | Path) -> str:
@@ -51,8 +51,8 @@ def write(folders: Sequence[str | Path], output: str | Path) -> str:
 
 def _run(folder: Path, output: Path, prompts: dict[str, int]) -> dict[str, Any]:
     """What the page has of a run; `prompts`, by their places on it, grows."""
-    options, rows = _values(folder / "config.json"), read_rows(folder / "metrics.jsonl")
-    if not options:
+    rows = {row["step"]: row for row in read_rows(folder / "metrics.jsonl")}.values()
+    if not (options := _values(folder / "config.json")):
         raise ValueError(f"folder: expected a run's, with its config.json; got {folder}")
     samples = read_rows(folder / "samples.jsonl")
     longest = min(LONGEST, TEXTS // (len(samples) or 1))
@@ -121,11 +121,12 @@ def _summary(run: Run) -> str:
         [x for x in run["columns"].get(name, ()) if x is not None]
         for name in ("reward", "seconds", "completion_length", "peak_memory_gib")
     )
-    steps, total, options, parts = len(seconds), sum(seconds), run["options"], []
-    if total:
-        parts.append(f"{steps:,} step{'s' * (steps > 1)} of {total / steps:.1f} s")
-        # Not `tokens`, which counts those of every update: of two epochs twice.
-        tokens = sum(lengths) * options.get("prompts_per_step", 0) * options["num_generations"]
+    # Not `tokens`, which counts those of every update: of two epochs twice.
+    tokens = sum(lengths) * math.prod(run["options"].get(name, 0) for name in SIZE)
+    parts = []
+    if total := sum(seconds):
+        n = len(seconds)
+        parts.append(f"{n:,} step{'s' * (n > 1)} of {total / n:.1f} s")
         parts.append(f"{tokens / total:,.0f} completion tokens per second")
     if rewards:
         n = max(1, min(max(5, len(rewards) // 20), len(rewards) // 2))
@@ -166,7 +167,7 @@ def _verdict(run: Run) -> str:
     evaluations, change, steps = run["evaluations"], run["change"], run["steps"]
     text, planned = "No held-out problems were answered.", run["options"].get("steps", 0)
     if evaluations:
-        old, new = (_percent(evaluations[i]) for i in (0, -1))
+        old, new = _percent(run, 0), _percent(run)
         said = f"stayed at {new}" if change and old == new else f"is {new}"
         if change and old != new:
             rose = evaluations[-1]["accuracy"] > evaluations[0]["accuracy"]
@@ -185,17 +186,16 @@ def _comparison(runs: Sequence[dict[str, Any]]) -> str:
     if not known:
         return "No held-out problems were answered in these runs."
     best = max(known, key=lambda run: run["evaluations"][-1]["accuracy"])
-    last = best["evaluations"][-1]
-    text = (
-        f"{best['name']} answers most of {last['problems']:,} held-out problems, {_percent(last)}."
-    )
+    problems = best["evaluations"][-1]["problems"]
+    text = f"{best['name']} answers {_percent(best)} of {problems:,} held-out problems"
     for run in known:
         if run is not best:
-            run["behind"], share = _difference(best, -1, run), _percent(run["evaluations"][-1])
+            run["behind"] = _difference(best, -1, run)
             chance = "beyond" if run["behind"]["beyond"] else "within"
-            text += f" {run['name']} answers {share}, a difference {chance} chance."
-    return text
+            text += f"; {run['name']} {_percent(run)}, a difference {chance} chance"
+    return f"{text}."
 
 
-def _percent(evaluation: Mapping[str, Any]) -> str:
-    return f"{100 * evaluation['accuracy']:.1f} %"
+def _percent(run: Run, which: int = -1) -> str:
+    # Halves are rounded up, as on the page.
+    return f"{100 * run['evaluations'][which]['accuracy'] + 1e-9:.1f} %"

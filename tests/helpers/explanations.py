@@ -1,7 +1,10 @@
-"""Explanations made by hand, with what no run should have and some do."""
+"""Explanations made by hand, with what no run should have and some do; pages as they are read."""
 
+import base64
+import hashlib
 import json
 import math
+from html.parser import HTMLParser
 
 import torch
 
@@ -23,6 +26,49 @@ def strict_json(text):
         raise ValueError(f"not strict JSON: {constant}")
 
     return json.loads(text, parse_constant=refuse)
+
+
+class Page(HTMLParser):
+    """A page's tags with their attributes, its texts by tag, and the data of its script."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.parts, self.tag = [], {}, None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tag = (tag, *(value for name, value in attributes if name == "type"))
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.parts[self.tag] = self.parts.get(self.tag, "") + data
+
+    def handle_endtag(self, tag):
+        self.tag = None
+
+    def data(self):
+        return strict_json(self.parts[("script", "application/json")])
+
+    def check_harmless(self):
+        """Asserts that the page may run its script alone, and load nothing."""
+        (policy,) = (x["content"] for _, x in self.tags if x.get("http-equiv"))
+        hashes = {
+            part: base64.b64encode(hashlib.sha256(self.parts[(part,)].encode()).digest()).decode()
+            for part in ("style", "script")
+        }
+        assert policy == (
+            f"default-src 'none'; style-src 'sha256-{hashes['style']}'; "
+            f"script-src 'sha256-{hashes['script']}'; base-uri 'none'; form-action 'none'"
+        )
+        # Attributes with code or an address, which the policy refuses anyhow.
+        names = {name for _, attributes in self.tags for name in attributes}
+        assert not {x for x in names if x in ("src", "style", "action") or x[:2] == "on"}
+        assert "url(" not in self.parts[("style",)] and "@import" not in self.parts[("style",)]
+        # Ways in which text would become more than text.
+        for way in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(",
+                    "Function("):  # fmt: skip
+            assert way not in self.parts[("script",)]
 
 
 def explanation(**changes) -> Explanation:
