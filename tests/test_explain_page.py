@@ -19,7 +19,7 @@ EMPTY = explanation(
 
 
 def links(page):
-    """Where the links lead to: the run, the step before, the next one."""
+    """Targets of the links: the run, the step before, the next one."""
     return [attributes["href"] for _, attributes in page.tags if "href" in attributes]
 
 

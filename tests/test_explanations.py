@@ -166,7 +166,7 @@ def test_a_run_that_goes_on_compares_with_its_rows():
 
 
 def next_of(folder):
-    """Where the link to the next page leads, by page."""
+    """Targets of the links to the next page, by page."""
     pages = sorted((folder / "explanations").glob("*.html"))
     return {page.name: re.search(r'rel="next" href="(.*?)"', page.read_text())[1] for page in pages}
 
