@@ -76,9 +76,7 @@ def step_page(
     """
     if sort not in ("call", "gradient"):
         raise ValueError(f"sort: expected 'call' or 'gradient'; got {sort!r}")
-    links = {"REPORT": "", "PREVIOUS": "", "NEXT": ""}
-    if path is not None and (of_a_run := _of_a_run(path.resolve())):
-        title, links = of_a_run
+    title, links = _place(title, Path() if path is None else path.resolve())
     e = explanation
     data = {
         "sort": sort, "loss": e.loss, "sequences": e.sequences, "groups": e.groups,
@@ -91,13 +89,14 @@ def step_page(
     return render("step.html", title, data, **links, WHY=f"Explained: {why}." * bool(why))
 
 
-def _of_a_run(page: Path) -> tuple[str, dict[str, str]] | None:
-    """The title of a step's page in a run's folder, and its links; None of another page."""
-    run, here = page.parents[1], _STEP.fullmatch(page.name)
+def _place(title: str, page: Path) -> tuple[str, dict[str, str]]:
+    """The title and the links of a page, which are a step's in a run's folder."""
+    here = _STEP.fullmatch(page.name)
     if page.parent.name != "explanations" or not here:
-        return None
+        return title, dict.fromkeys(("REPORT", "PREVIOUS", "NEXT"), "")
     step, others = int(here[1]), _pages(page.parent)
     # The trainer writes the first file at once, the second later; other trainers have neither.
+    run = page.parents[1]
     report = any((run / x).exists() for x in ("about.json", "report.html"))
     return f"Step {step} of {run.name}", {
         "REPORT": "../report.html" * report,
