@@ -153,6 +153,15 @@ def test_prime_rl_exports_have_their_trained_tokens(tmp_path):
         torch.testing.assert_close(one.columns[name], torch.tensor(values * 2))
 
 
+def test_files_of_two_kinds_are_refused(tmp_path):
+    (tmp_path / "rank_0.jsonl").write_text(prime_rl())
+    write_jsonl(explanation(), tmp_path / "rank_1.jsonl")
+    with pytest.raises(
+        ValueError, match=r"rank_1\.jsonl, line 1: expected tokens with the columns"
+    ):
+        read(tmp_path)
+
+
 def test_tokens_that_prime_rl_masks_are_a_cause(tmp_path):
     """Half of the tokens of each sequence are out of its trust region; a tenth is no news."""
     path = tmp_path / "rank_0.jsonl"
@@ -269,6 +278,16 @@ def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, ca
     assert last == f"page: {tmp_path / 'step.html'}" and rules == "Nothing stands out."
     page = (tmp_path / "step.html").read_text()
     assert "<h1>step.jsonl</h1>" in page and '"sort":"gradient"' in page
+
+
+def test_the_page_of_a_step_of_a_run_is_the_trainers(tmp_path, capsys):
+    path = tmp_path / "base/explanations/step-000012.jsonl"
+    path.parent.mkdir(parents=True)
+    path.with_name("step-000030.html").touch()
+    write_jsonl(explanation(), path)
+    command.main([str(path)])
+    page = path.with_suffix(".html").read_text()
+    assert "<h1>Step 12 of base</h1>" in page and '<a rel="next" href="step-000030.html">' in page
 
 
 @pytest.mark.parametrize("name", (".", "../step_3.v2"))

@@ -1,4 +1,4 @@
-"""What a run writes besides its rows, and what it prints."""
+"""Files of a run besides its rows, and its lines in the terminal."""
 
 import json
 import subprocess

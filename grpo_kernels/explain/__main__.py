@@ -118,7 +118,7 @@ def _of_step(path: Path, options: argparse.Namespace) -> Iterator[str]:
     if options.tokenizer:
         explanation = _with_texts(explanation, options.tokenizer)
     explanation = replace(explanation, causes=rank(explanation))
-    text = page.step_page(explanation, title=path.name, sort=options.sort or "call")
+    text = page.step_page(explanation, path.name, options.sort or "call", output)
     output.write_text(text, encoding="ascii")
     yield str(explanation)
     yield from _findings([logs.row_of(explanation)], {})

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .page import step_page
+from .records import write_jsonl
+
 SHARES = ("loss_share", "gradient_share", "kl_share")
 
 
@@ -65,18 +68,13 @@ class Explanation:
     def write(self, path: str | Path) -> None:
         """Writes a page (`.html`) or a row per sequence (`.jsonl`), over an existing file."""
         path = Path(path)
-        match path.suffix:
-            case ".html":
-                from .page import step_page
-
-                path.write_text(step_page(self, path.name, path=path), encoding="ascii")
-            case ".jsonl":
-                from .records import write_jsonl
-
-                write_jsonl(self, path)
-            case other:
-                got = repr(other or str(path))
-                raise ValueError(f"path: expected a name in .html or .jsonl; got {got}")
+        if path.suffix == ".html":
+            path.write_text(step_page(self, path.name, path=path), encoding="ascii")
+        elif path.suffix == ".jsonl":
+            write_jsonl(self, path)
+        else:
+            got = repr(path.suffix or str(path))
+            raise ValueError(f"path: expected a name in .html or .jsonl; got {got}")
 
 
 def shares(x: Tensor) -> Tensor:

@@ -141,11 +141,11 @@ def _text(name: str, x: object) -> str:
     messages = isinstance(x, list) and all(isinstance(m, dict) for m in x)
     _expect(messages, f"{name}: a text or messages", x)
     contents = [m.get("content") or "" for m in cast(list[dict[str, Any]], x)]
+    parts = [[{"text": c}] if isinstance(c, str) else c for c in contents]
     return "\n".join(
-        content if isinstance(content, str)
-        else "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
-        for content in contents
-    )  # fmt: skip
+        "".join(str(part.get("text") or "") for part in each if isinstance(part, dict))
+        for each in parts
+    )
 
 
 def _explanation(path: Path, rows: Sequence[Row]) -> Explanation:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from . import signs
 from .signs import FAST, WINDOW, Log, Row
-from .signs import skipped_by_scaler as skipped_by_scaler
 
 
 class Rule(NamedTuple):

@@ -181,7 +181,7 @@ def spikes(log: Log) -> str:
     """The spikes that the trainer explains."""
     watch = ExplainedSteps(".", most=len(log.rows))
     steps, norms = log.columns("grad_norm")
-    why = [watch.why(int(i), {"grad_norm": x}) for i, x in zip(steps, norms, strict=True)]
+    why = [watch.why({"step": int(i), "grad_norm": x}) for i, x in zip(steps, norms, strict=True)]
     found = [f"{x}, step {i:.0f}" for i, x in zip(steps, why, strict=True) if x]
     return "; ".join(found[:3]) + f"; and {len(found) - 3} more" * (len(found) > 3)
 

@@ -17,9 +17,15 @@ SPIKES = {"grad_norm": 0.0, "kl": 0.01}
 FIRST, WINDOW = 5, 100  # steps before one can be a spike; steps that it is compared with
 
 
+def not_finite(row: Mapping[str, Any], name: str) -> bool:
+    """True for NaN and infinity, for which logs in JSON may have null."""
+    x = row.get(name, 0.0)
+    return x is None or (isinstance(x, float) and not math.isfinite(x))
+
+
 def skipped_by_scaler(row: Mapping[str, Any]) -> bool:
-    overflow = "loss_scale" in row and "bad_updates" not in row
-    return overflow and not math.isfinite(row["grad_norm"])
+    """True if gradients of a step were too large for float16 at the scale of the loss."""
+    return not_finite(row, "grad_norm") and "loss_scale" in row and "bad_updates" not in row
 
 
 class ExplainedSteps:

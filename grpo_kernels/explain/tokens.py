@@ -294,10 +294,9 @@ def _per_sequence(name: str, x: Any, count: int) -> list[Any]:
 
 
 def _groups(groups: Any, count: int) -> list[Any]:
-    groups = as_number(groups)
-    if groups is None or not isinstance(groups, int) or isinstance(groups, bool):
+    if type(groups := as_number(groups)) is not int:
         ids = _per_sequence("groups", groups, count)
-        if groups is not None and not all(type(x) is int for x in ids):
+        if groups is not None and {type(x) for x in ids} - {int}:
             raise TypeError("groups: expected whole numbers; got others")
         return ids
     if groups < 1 or count % groups:

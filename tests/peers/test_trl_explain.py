@@ -41,7 +41,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_page_adds_up_to_the_loss_of_the_step(case, tmp_path):
+def test_a_page_adds_up_to_the_loss_of_the_step(case, tmp_path, capsys):
     options = {**TWICE, "learning_rate": 0.5, **CASES[case]}
     losses, _, weights = trained(Explained, tmp_path, **options)
     parts, steps = options["gradient_accumulation_steps"], len(losses)
@@ -51,7 +51,10 @@ def test_a_page_adds_up_to_the_loss_of_the_step(case, tmp_path):
         expected = sum(losses[start : start + parts])
         assert explanation.loss == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert len(explanation.sequences) == 4 * parts
-        assert "<script>" in path.with_suffix(".html").read_text()
+        page = path.with_suffix(".html").read_text()
+        assert f"<h1>Step {step} of {tmp_path.name}</h1>" in page and 'href="../report' not in page
+    said = capsys.readouterr().out
+    assert "step 1 explained: " in said and "warning: step" not in said
     second = read(tmp_path / "explanations/step-000002.jsonl")  # on the samples of the first
     assert second.columns["log_ratio"].abs().max() > 0.01
     # A group is of one prompt, and each token has its text.
@@ -62,6 +65,22 @@ def test_a_page_adds_up_to_the_loss_of_the_step(case, tmp_path):
     _, _, plain = trained(trl.FusedGRPOTrainer, tmp_path / "plain", **options)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, plain[name], rtol=0, atol=0)
+
+
+class Jumping(Explained):
+    """A trainer whose first step comes after seven calm ones."""
+
+    def log(self, logs, *args, **kwargs):
+        if "grad_norm" in logs and self.state.global_step == 1:
+            self.callback_handler.callbacks[-1].steps.every = 0
+            calm = [{"step": i, "grad_norm": 1e-9} for i in range(7)]
+            self.callback_handler.callbacks[-1].steps.open(calm)
+        super().log(logs, *args, **kwargs)
+
+
+def test_a_spike_is_a_warning(tmp_path, capsys):
+    trained(Jumping, tmp_path, **TWICE)
+    assert "warning: step 1 explained (grad_norm is " in capsys.readouterr().out
 
 
 def test_another_trainer_is_refused():

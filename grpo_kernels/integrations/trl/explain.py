@@ -7,7 +7,8 @@ trainer.add_callback(ExplainCallback(trainer, every=100))
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,15 @@ _INPUTS = (
     "importance_sampling_ratio",
 )  # fmt: skip
 _NO_BOUND = torch.finfo(torch.float32).max
+
+
+@contextmanager
+def _harmless(consequence: str) -> Iterator[None]:
+    """Turns errors into warnings: who looks on never ends a run."""
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(f"{consequence}: {error}", stacklevel=3)
 
 
 class ExplainCallback(TrainerCallback):
@@ -72,7 +82,8 @@ class ExplainCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.accelerator.is_main_process:
-            self.steps.open(state.log_history)
+            with _harmless("the steps before are not known to explanations"):
+                self.steps.open(state.log_history)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.parts.clear()
@@ -84,14 +95,12 @@ class ExplainCallback(TrainerCallback):
         why = self.steps.why({**logs, "step": state.global_step})
         if why is None:
             return
-        try:
+        with _harmless(f"step {state.global_step} is not explained"):
             parts, scales = zip(*self.parts, strict=True)
             explanation = join([part() for part in parts], list(map(float, scales)))
             record = self.steps.write(state.global_step, why, explanation)
             message = self.steps.message(state.global_step, record)
             print("warning: " * record["spike"] + message)
-        except Exception as error:  # who looks on never ends a run
-            warnings.warn(f"step {state.global_step} is not explained: {error}", stacklevel=2)
 
     def _explain(
         self, inputs: dict[str, Any], out: GRPOLossOutput, objective: Objective
