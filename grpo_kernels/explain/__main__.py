@@ -19,6 +19,7 @@ from ..base.text import printable
 from . import exports, logs, page, rules
 from .causes import rank
 from .explanation import Explanation
+from .records import read_rows
 from .tokens import decoded
 
 # The options that apply to each kind of PATH.
@@ -89,15 +90,18 @@ def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
     yield runs.write(folders, output)
     yield f"page: {output}"
     for folder in folders:
-        if (path := folder / "metrics.jsonl").exists():
+        if read_rows(path := folder / "metrics.jsonl"):
             yield from _of_log(path)
 
 
 def _of_log(path: Path, options: Any = None) -> Iterator[str]:
     path = path / "trainer_state.json" if path.is_dir() else path
     rows, known = logs.read(path)
-    steps, names = len({row["step"] for row in rows}), {name for row in rows for name in row}
-    yield f"{steps} steps of {path}: {', '.join(name for name in logs.NAMES if name in names)}"
+    names = {name for row in rows for name in row}
+    # An evaluation is of weights after a step, or before all of them.
+    steps = len({row["step"] for row in rows if row.keys() - {"step", "held_out_accuracy"}})
+    found = ", ".join(name for name in logs.NAMES if name in names)
+    yield f"{steps} step{'s' * (steps != 1)} of {path}: {found}"
     yield from _findings(rows, known)
 
 

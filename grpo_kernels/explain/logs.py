@@ -175,5 +175,5 @@ def row_of(explanation: Explanation) -> dict[str, Any]:
         row["groups_equal"] = sum(len(rewards) == 1 for rewards in known) / len(known)
     cut = [x.get("truncated") for x in explanation.sequences]
     if None not in cut:
-        row["truncated"] = sum(map(float, cut)) / len(cut)
+        row["truncated"] = sum(x == 1 for x in cut) / len(cut)
     return row

@@ -17,27 +17,16 @@ from .signs import FAST, WINDOW, Log, Row
 
 
 class Rule(NamedTuple):
-    """A row of the table.
+    """A row of the table, whose texts are sentences without their full stop."""
 
-    Attributes:
-        name: in the trainer's logs.
-        verdict: "normal", "look" or "stop".
-        live: number of last steps by which the trainer warns during a run; 0: never.
-        find: returns the numbers that a log shows of it, in words; "" without a sign.
-        source: threads and papers.
-        reading: what is seen.
-        why: what it means.
-        do: what helps: our options, then those of others.
-    """
-
-    name: str
-    verdict: str
-    live: int
-    find: Callable[[Log], str]
-    source: str
-    reading: str
+    name: str  # in the trainer's logs
+    verdict: str  # "normal", "look" or "stop"
+    live: int  # number of last steps by which the trainer warns during a run; 0: never
+    find: Callable[[Log], str]  # returns the numbers of a log that show it, in words, or ""
+    source: str  # threads and papers
+    reading: str  # what is seen
     why: str
-    do: str = ""
+    do: str = ""  # our options, then those of others
 
 
 class Finding(NamedTuple):
@@ -119,7 +108,7 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
              "This trainer skips the update; others may lose the weights",
              "Lower learning_rate, and look for NaN in the model"),
         Rule("loss_scale", "normal", 1, signs.scaled, "arXiv 1710.03740",
-             "Gradients overflow float16 in first steps",
+             "Gradients too large for float16 in first steps",
              "The update is skipped, and the scale of the loss halved"),
         Rule("grad_zero", "stop", 0, signs.grad_zero, "ms-swift #5571, EchoInk #4",
              "Grad norm is 0, though rewards differ",
@@ -139,7 +128,7 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
     "Completions cut?": (
         Rule("truncated", "stop", WINDOW, signs.truncated, "TRL #5759, autocontext #1067",
              f"95 % of the completions are cut at {WINDOW} steps",
-             "They end before their answer, so all rewards are alike",
+             "They end before their answer, so rewards tell little",
              "Raise max_completion_length (verl: max_response_length), or set stop"),
     ),
     "Sampler and trainer apart?": (

@@ -10,7 +10,7 @@ from statistics import fmean as mean
 from statistics import median, stdev
 from typing import Any
 
-from .steps import ExplainedSteps
+from .steps import ExplainedSteps, not_finite, skipped_by_scaler
 
 Row = Mapping[str, Any]
 # Steps that count as "always", and steps within which a fall is fast.
@@ -28,7 +28,7 @@ class Log:
 
     def columns(self, *names: str) -> list[list[float]]:
         """Steps and values of metrics, of the rows where all of these are finite numbers."""
-        rows = ([row.get("step", i), *map(row.get, names)] for i, row in enumerate(self.rows, 1))
+        rows = ([row.get("step", 0), *map(row.get, names)] for row in self.rows)
         known = [row for row in rows if all(isinstance(x, int | float) for x in row)]
         finite = [row for row in known if all(map(math.isfinite, row))]
         return [[*x] for x in zip(*finite, strict=True)] or [[] for _ in range(len(names) + 1)]
@@ -57,17 +57,6 @@ class Log:
         return mean(x[:k]), mean(x[-k:]), noise
 
 
-def _infinite(row: Row, name: str) -> bool:
-    """True for NaN and infinity, for which logs in JSON may have null."""
-    x = row.get(name, 0.0)
-    return x is None or (isinstance(x, float) and not math.isfinite(x))
-
-
-def skipped_by_scaler(row: Row) -> bool:
-    """True if gradients of a step were too large for float16 at the scale of the loss."""
-    return _infinite(row, "grad_norm") and "loss_scale" in row and "bad_updates" not in row
-
-
 def loss_zero(log: Log) -> str:
     moves = "grad_norm" if log["grad_norm"] else "reward_std"
     zero = bool(log["loss"]) and median(map(abs, log["loss"])) <= 5e-4 and any(log[moves])
@@ -83,7 +72,7 @@ def loss_is_kl(log: Log) -> str:
     parts = [x / y for x, y in zip(loss, kl, strict=True) if y > 0 and x > 5e-4]
     beta = log.options.get("beta") or median(parts or [0.0])
     rest = [abs(x - beta * y) for x, y in zip(loss, kl, strict=True)]
-    if len(parts) < 2 or median(rest) > 0.05 * median(map(abs, loss)) + 5e-5:
+    if len(parts) < 2 or mean(rest) > 0.1 * mean(map(abs, loss)) + 5e-5:
         return ""
     return f"loss is {beta:.2g} times kl, up to {max(loss):.3g}"
 
@@ -111,7 +100,7 @@ def entropy_low(log: Log) -> str:
     last, first = (log["entropy"] or [1.0])[-1], log.first.get("entropy") or 0.0
     late = log.first.get("step", 0) > FAST  # so the log does not tell where it began
     low = last < 0.05 and (late or last < 0.2 * first)
-    return f"entropy fell from {first:.2f} to {last:.3f}" if low else ""
+    return f"entropy went from {first:.2f} to {last:.3f}" if low else ""
 
 
 def entropy_falls(log: Log, learns: bool) -> str:
@@ -125,10 +114,9 @@ def entropy_falls(log: Log, learns: bool) -> str:
             high, was = means[start]
             fast = steps[end] - steps[start] <= FAST
             if fast and low <= high / 2 and (now > was) == learns:
-                return (
-                    f"entropy fell from {high:.2f} to {low:.2f} by step "
-                    f"{steps[end + WINDOW - 1]:.0f}, reward went from {was:.3g} to {now:.3g}"
-                )
+                last = steps[end + WINDOW - 1]
+                saw = f"entropy fell from {high:.2f} to {low:.2f} by step {last:.0f}"
+                return saw + (f", reward went from {was:.3g} to {now:.3g}" if known else "")
     return ""
 
 
@@ -136,7 +124,7 @@ def clip_zero(log: Log) -> str:
     clipped, option = log["clip_ratio/region_mean"], log.options.get
     once = option("epochs_per_rollout", 1) * option("minibatches", 1) == 1
     zero = once and clipped and not any(clipped)
-    return f"clip_ratio/region_mean is 0 at {len(clipped)} steps" if zero else ""
+    return f"clip_ratio/region_mean is 0 at {len(clipped)} of {len(clipped)} steps" if zero else ""
 
 
 def stretch(log: Log, name: str, least: float) -> str:
@@ -158,30 +146,33 @@ def truncated(log: Log) -> str:
 
 
 def bad_gradient(log: Log) -> str:
-    rows = [(row.get("step", i), row) for i, row in enumerate(log.rows, 1)]
     bad = [
-        f"{name} is {row[name]} at step {step}" for step, row in rows
-        for name in ("grad_norm", "loss") if _infinite(row, name) and not skipped_by_scaler(row)
+        f"{name} is {row[name]} at step {row['step']}" for row in log.rows
+        for name in ("grad_norm", "loss") if not_finite(row, name) and not skipped_by_scaler(row)
     ]  # fmt: skip
     return bad[0] + f", the first of {len(bad)} such values" * (len(bad) > 1) if bad else ""
 
 
 def scaled(log: Log) -> str:
     scales = [row["loss_scale"] for row in log.rows if skipped_by_scaler(row)]
-    return f"gradients overflow float16 at a loss scale of {scales[0]:g}" if scales else ""
+    return f"gradients are too large for float16 at a loss scale of {scales[0]:g}" if scales else ""
 
 
 def grad_zero(log: Log) -> str:
     _, norms, spread = log.columns("grad_norm", "reward_std")
     still = norms and not any(norms) and any(spread)
-    return f"grad_norm is 0 at {len(norms)} steps, {log.span('reward_std')}" if still else ""
+    return (
+        f"grad_norm is 0 at {len(norms)} of {len(norms)} steps, {log.span('reward_std')}"
+        if still
+        else ""
+    )
 
 
 def spikes(log: Log) -> str:
     """The spikes that the trainer explains."""
     watch = ExplainedSteps(".", most=len(log.rows))
     steps, norms = log.columns("grad_norm")
-    why = [watch.why({"step": int(i), "grad_norm": x}) for i, x in zip(steps, norms, strict=True)]
+    why = [watch.why({"step": i, "grad_norm": x}) for i, x in zip(steps, norms, strict=True)]
     found = [f"{x}, step {i:.0f}" for i, x in zip(steps, why, strict=True) if x]
     return "; ".join(found[:3]) + f"; and {len(found) - 3} more" * (len(found) > 3)
 

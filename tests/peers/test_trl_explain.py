@@ -2,9 +2,21 @@
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
+from grpo_kernels.explain import logs
 from grpo_kernels.explain.exports import read
-from tests.helpers.trl_runs import TWICE, trained
+from grpo_kernels.explain.rules import verdicts
+from tests.helpers.tiny_models import make_tokenizer
+from tests.helpers.trl_runs import (
+    STEPS,
+    TWICE,
+    arguments_of,
+    decided_model,
+    noise,
+    prompts,
+    trained,
+)
 
 trl = pytest.importorskip("grpo_kernels.integrations.trl")
 
@@ -88,3 +100,25 @@ def test_another_trainer_is_refused():
 
     with pytest.raises(ValueError, match=r"trainer: expected a FusedGRPOTrainer.*; got object"):
         ExplainCallback(object())
+
+
+def test_what_trl_logs_and_prints_is_read(tmp_path, capsys):
+    """The same rows from its file and from its lines, and the signs that they have."""
+    options = {"save_strategy": "steps", "save_steps": STEPS, "learning_rate": 1e-4}
+    model, tokenizer = decided_model("llama"), make_tokenizer()
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=noise, args=arguments_of(tmp_path, **options),
+        train_dataset=prompts(), processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    (printed := tmp_path / "run.log").write_text(capsys.readouterr().out)
+    rows, _ = logs.read(tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json")
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[0].keys() >= {
+        "loss", "grad_norm", "learning_rate", "reward", "reward_std", "groups_equal", "entropy",
+        "completion_length", "truncated", "clip_ratio/region_mean",
+    }  # fmt: skip
+    lines, _ = logs.read(printed)
+    assert [row.keys() for row in lines] == [row.keys() for row in rows]
+    assert [row["reward"] for row in lines] == pytest.approx([row["reward"] for row in rows], 1e-3)
+    found = [x.rule.name for x in verdicts(rows)]
+    assert found == ["loss_zero", "kl_absent", "clip_zero", "truncated"]
