@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from grpo_kernels.explain import runs
 from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import Metric, TrainingConfig
 from grpo_kernels.training.run import about
-from grpo_kernels.training.run.observers import line_of, print_above, sample_table
+from grpo_kernels.training.run.observers import Observer, line_of, print_above, sample_table
 from tests.helpers.trainer_runs import rows_of
 
 
@@ -49,6 +50,19 @@ def test_steps_with_a_warning_or_a_page_show_their_completions(make, capsys):
     assert "explained" not in rows[1] and said.count("step 3 explained") == 1
     assert rows[2]["explained"].keys() == {"why", "spike", "cause", "text"}
     assert rows[2]["explained"]["why"] == "every 3 steps" and not rows[2]["explained"]["spike"]
+
+
+@pytest.mark.usefixtures("real_memory")
+def test_seconds_of_observers_are_in_the_next_row(make):
+    class Slow(Observer):
+        def step(self, row, samples):
+            time.sleep(0.4 * (row["step"] == 1))
+
+    trainer = make(steps=3)
+    trainer.run.observers.append(Slow(trainer.config))
+    folder = trainer.train()
+    first, second, third = read_rows(folder / "metrics.jsonl")
+    assert second["seconds/page"] > 0.4 > max(first["seconds/page"], third["seconds/page"])
 
 
 @pytest.mark.usefixtures("real_memory")

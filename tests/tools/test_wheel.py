@@ -59,6 +59,7 @@ def test_contents(wheel, tmp_path):
         text = archive.extractfile(f"grpo_kernels-{__version__}/PKG-INFO").read()
     package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("grpo_kernels/**/*.py")}
     pages = {
+        "grpo_kernels/explain/curves.js",
         "grpo_kernels/explain/page.html",
         "grpo_kernels/explain/step.html",
         "grpo_kernels/explain/run.html",
