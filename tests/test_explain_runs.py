@@ -135,7 +135,7 @@ def test_a_run_without_an_evaluation_and_one_without_a_step(tmp_path):
 @pytest.mark.parametrize(
     ("rewards", "text"),
     (
-        ([0.25], "a: 1 step of 2.0 s; 32 completion tokens per second; reward 0.250 -> 0.250 ("),
+        ([0.25], "a: 1 step of 2 s; 32 completion tokens per second; reward 0.250 -> 0.250 ("),
         ([0.0, 1.0, 9.0, 1.0, 2.0], "reward 0.500 -> 1.500 (first and last 2); peak memory 1.00"),
         ([*range(20)], "reward 2.000 -> 17.000 (first and last 5); peak memory 1.00 GiB"),
         ([None, 0.5, None], "reward 0.500 -> 0.500 (first and last 1); peak"),

@@ -127,7 +127,7 @@ def _summary(run: Run) -> str:
     parts = []
     if total := sum(seconds):
         n = len(seconds)
-        parts.append(f"{n:,} step{'s' * (n > 1)} of {total / n:.1f} s")
+        parts.append(f"{n:,} step{'s' * (n > 1)} of {total / n:.3g} s")
         parts.append(f"{tokens / total:,.0f} completion tokens per second")
     if rewards:
         n = max(1, min(max(5, len(rewards) // 20), len(rewards) // 2))
