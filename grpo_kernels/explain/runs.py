@@ -17,7 +17,7 @@ from .records import read_rows
 
 Run = Mapping[str, Any]
 MOST = 6  # runs on a page, which has six colours
-TEXTS, LONGEST = 2_000_000, 6_000  # characters of a run's completions on a page, and of one
+TEXTS, LONGEST = 2_000_000, 6_000  # characters of all prompts, of completions; and of one
 SIGNS, SIZE = ("step", "warnings", "explained"), ("prompts_per_step", "num_generations")
 
 
@@ -42,7 +42,8 @@ def write(folders: Sequence[str | Path], output: str | Path) -> str:
     runs = [{"name": n, **_run(p, output, prompts)} for n, p in zip(names, paths, strict=True)]
     verdict = _comparison(runs) if len(runs) > 1 else _verdict(runs[0])
     title = " and ".join(names) if len(runs) < 3 else f"{len(runs)} runs"
-    data = {"runs": runs, "prompts": [_cut(text, LONGEST) for text in prompts]}
+    longest = min(LONGEST, TEXTS // (len(prompts) or 1))
+    data = {"runs": runs, "prompts": [_cut(text, longest) for text in prompts]}
     scratch = output.with_name(f"{output.name}.tmp")
     scratch.write_text(render("run.html", title, data, VERDICT=verdict), encoding="ascii")
     scratch.replace(output)
@@ -126,7 +127,7 @@ def _summary(run: Run) -> str:
     parts = []
     if total := sum(seconds):
         n = len(seconds)
-        parts.append(f"{n:,} step{'s' * (n > 1)} of {total / n:.1f} s")
+        parts.append(f"{n:,} step{'s' * (n > 1)} of {total / n:.3g} s")
         parts.append(f"{tokens / total:,.0f} completion tokens per second")
     if rewards:
         n = max(1, min(max(5, len(rewards) // 20), len(rewards) // 2))
