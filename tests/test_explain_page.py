@@ -19,7 +19,7 @@ EMPTY = explanation(
 
 
 def links(page):
-    """Where the links lead to: the run, the step before, the next one."""
+    """Targets of the links: the run, the step before, the next one."""
     return [attributes["href"] for _, attributes in page.tags if "href" in attributes]
 
 
@@ -138,7 +138,8 @@ def test_text_is_readable_on_every_colour(scheme):
     style = Page(step_page(EMPTY)).parts[("style",)]
     found = re.findall(r"--(\w+): light-dark\(#(\w+), #(\w+)\)", style)
     colours = {name: luminance(pair[scheme]) for name, *pair in found}
-    behind = {"text": ("page", "card", "above", "below"), "muted": ("page", "card")}
+    behind = {"text": ("page", "card", "above", "below"), "muted": ("page", "card"),
+              "c0": ("page", "card"), "c1": ("page", "card")}  # fmt: skip
     for text, backgrounds in behind.items():
         for background in backgrounds:
             low, high = sorted((colours[text], colours[background]))

@@ -162,11 +162,11 @@ def test_a_run_that_goes_on_compares_with_its_rows():
     assert "60, the median so far 1" in steps.why({"step": 10, "grad_norm": 60.0})
     assert steps.why({"step": 11, "grad_norm": 70.0}) is None  # the third
     steps.open([])
-    assert steps.why({"step": 1, "grad_norm": 70.0}) is None and steps.left == 2
+    assert steps.why({"step": 1, "grad_norm": 1e6}) is None and steps.left == 2
 
 
 def next_of(folder):
-    """Where the link to the next page leads, by page."""
+    """Targets of the links to the next page, by page."""
     pages = sorted((folder / "explanations").glob("*.html"))
     return {page.name: re.search(r'rel="next" href="(.*?)"', page.read_text())[1] for page in pages}
 
