@@ -157,8 +157,8 @@ def test_several_runs_are_compared_with_the_best(tmp_path):
     folders.append(run_of(tmp_path / "d"))
     page = page_of(*folders, output=tmp_path / "all.html")
     assert page.verdict == (
-        "b/x answers 90.0 % of 20 held-out problems; a/x 50.0 %, a difference beyond chance; "
-        f"{tmp_path.name}/c 85.0 %, a difference within chance."
+        f"b/x answers 90.0 % of 20 held-out problems; within chance of it: {tmp_path.name}/c "
+        "(85.0 %); behind by more than chance: a/x (50.0 %)."
     )
     assert page.parts[("h1",)] == "4 runs"
     found = {x["name"]: x.get("behind") for x in page.data()["runs"]}

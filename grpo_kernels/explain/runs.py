@@ -187,13 +187,15 @@ def _comparison(runs: Sequence[dict[str, Any]]) -> str:
     if not known:
         return "No held-out problems were answered in these runs."
     best = max(known, key=lambda run: run["evaluations"][-1]["accuracy"])
-    problems = best["evaluations"][-1]["problems"]
-    text = f"{best['name']} answers {_percent(best)} of {problems:,} held-out problems"
+    behind: dict[bool, list[str]] = {False: [], True: []}
     for run in known:
         if run is not best:
             run["behind"] = _difference(best, -1, run)
-            chance = "beyond" if run["behind"]["beyond"] else "within"
-            text += f"; {run['name']} {_percent(run)}, a difference {chance} chance"
+            behind[run["behind"]["beyond"]].append(f"{run['name']} ({_percent(run)})")
+    problems = best["evaluations"][-1]["problems"]
+    text = f"{best['name']} answers {_percent(best)} of {problems:,} held-out problems"
+    for kind, words in ((False, "within chance of it"), (True, "behind by more than chance")):
+        text += f"; {words}: {', '.join(behind[kind])}" if behind[kind] else ""
     return f"{text}."
 
 
