@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs
+from grpo_kernels import Execution, fused_grpo_loss, grpo_loss, linear_logprobs
 from tests.helpers.batches import (
     HEAD,
     NAN,
@@ -129,3 +129,15 @@ def test_the_policys_results_are_as_without_it(loss_type):
     torch.testing.assert_close(mixed.logps, scored.logps)
     torch.testing.assert_close(mixed.entropy, scored.entropy)
     assert (mixed.logps[~batch.mask & ~chosen] == 0).all()
+
+
+@pytest.mark.parametrize("other", (NAN, -torch.inf, torch.inf))
+def test_log_probs_without_a_weight_may_be_anything(other):
+    """Those of banned ids and of padding, which the caller computed, stay out of the sum."""
+    logps = torch.tensor([[-0.5, other, -2.0]], requires_grad=True)
+    mask, weights = torch.tensor([[True, False, False]]), torch.tensor([[0.0, 0.0, 0.25]])
+    out = grpo_loss(logps, torch.ones(1), mask, ce_weights=weights)
+    out.loss.backward()
+    assert out.loss.item() == -1 + 0.25 * 2
+    assert out.metrics["ce_loss"].item() == 0.5 and out.metrics["ce_nll"].item() == 2
+    assert logps.grad.tolist() == [[-1.0, 0.0, -0.25]]

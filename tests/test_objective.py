@@ -343,6 +343,22 @@ def test_kl_clamp_keeps_the_log_ratio_within_20(estimator):
     assert out.loss.item() == pytest.approx(kl.mean().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_log_ratio_ends_at_80(backend):
+    """The ratio of e^100, infinite in float32, is e^80 and has no gradient."""
+    logps = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[-101.0, -1.5]])
+    out = grpo_loss(
+        logps, torch.tensor([-1.0]), old_logps=old, config=config(loss_type="dapo"),
+        backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    assert out.metrics["ratio_max"].item() == pytest.approx(math.exp(80), rel=1e-5)
+    assert out.loss.item() == pytest.approx(math.exp(80) / 2, rel=1e-5)
+    assert logps.grad[0, 0] == 0
+    assert logps.grad[0, 1].item() == pytest.approx(math.exp(0.5) / 2, rel=1e-5)
+
+
 def test_vespo_log_weight_ends_at_20():
     """Bounds per token and per sequence, seen with a decay that lets so large a weight count."""
     cfg = config(loss_type="vespo", vespo_k_pos=0.5, vespo_lambda_pos=1e-9)

@@ -3,8 +3,8 @@
     l_j = z_j - lse,    E = -sum p l
     dL/dz_j = g_j (1 - p_j) - p_j (G - g_j - q + e (l_j + E)),    G = sum of g over the row
 
-with g, e and q the gradients of l, E and lse. Plain PyTorch: an entry is few bytes here and a row
-of W elsewhere, so that nothing is to be gained by a kernel. Sums are taken in float64, where a
+with g, e and q the gradients of l, E and lse. Plain PyTorch: the rows of W dominate, one per
+entry, so a kernel here would save nothing. Sums are taken in float64, where a
 device has it, each in one order: G - g beside an entry that has nearly all keeps its digits, and so
 does 1 - p, as S' is summed without that entry.
 """

@@ -20,7 +20,7 @@ from ..loss.config import GRPOLossConfig
 from ..loss.cross_entropy import cross_entropy_terms
 from ..loss.grpo_loss import d_kl, policy_loss_and_grads
 from ..loss.inputs import check_entropy_given, loss_inputs
-from ..loss.metrics import token_values
+from ..loss.metrics import metric_values
 from ..loss.objective import entropy_in_bonus, surrogate_scale, token_losses, tokens_of
 from ..loss.tokens import Tokens
 from .causes import Thresholds, rank
@@ -200,7 +200,7 @@ def _columns(
         tokens = tokens_of(config, constants, logps, entropy)
         scale, chosen = surrogate_scale(config, tokens)
         policy, kl = token_losses(config, tokens, scale)
-        values = token_values(config, tokens, None, None).means
+        values = metric_values(config, tokens, None, None).means
         parts = {"policy": tokens.weights * policy}
         if kl is not None:
             parts["kl_loss"] = tokens.weights * kl

@@ -29,7 +29,7 @@ from .lm_head import LMHead, Reference
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """A call over a head, checked and flat, but for its tensors: all that a backward may keep.
+    """A call over a head, checked and flat, without its tensors: all that a backward may keep.
 
     `checks` are still to be read from the device.
     """
@@ -46,8 +46,8 @@ class HeadSpec:
     dtype: torch.dtype  # of the operands of GEMMs with the weight
     adapter_rounding: torch.dtype | None  # of an adapter's product alone, as `transform`'s is
     execution: Execution
-    reference: HeadSpec | None = None  # the other model's, on the same tokens,
-    divergence: Divergence | None = None  # and which one from it is read
+    reference: HeadSpec | None = None  # the reference model's head, on the same tokens
+    divergence: Divergence | None = None  # the divergence between the two
 
     @property
     def sums(self) -> list[list[int]]:

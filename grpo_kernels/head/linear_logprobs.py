@@ -278,7 +278,7 @@ def _second_pass(
     if kept is not None and only_logps:
         # Kept rows without a gradient are multiplied, too: NaN would reach the weight's gradient.
         not_finite = checks.ask((~(needed | stats.logsumexp.isfinite())).sum())
-    second = plan.second(needed, tensors[1], checks)
+    second = plan.second_pass(needed, tensors[1], checks)
     # Either two GEMMs over all rows, or three over those with a gradient.
     is_less = 2 * plan.rows.num_rows <= 3 * second.rows.num_rows
     with torch.autocast(needed.device.type, enabled=False):

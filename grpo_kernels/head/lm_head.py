@@ -45,8 +45,8 @@ class VocabRanks:
     Args:
         group: the process group; None if the head is a DTensor.
         start: the vocabulary id of this rank's first row; None: rows are in the order of the ranks.
-        hidden: who sums the gradients of `hidden` and `lora_a_out` over the ranks:
-            `"replicated"`: the call; `"partial"`: the caller.
+        hidden: `"replicated"`: the call sums the gradients of `hidden` and `lora_a_out` over the
+            ranks; `"partial"`: the caller does.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

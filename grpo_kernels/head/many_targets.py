@@ -25,7 +25,7 @@ from .row_plan import Chunk
 class MultiTargetReadout(TargetReadout):
     """K targets of each row; `spec.targets` is `[N, K]`, a log-prob `[C, K]`."""
 
-    ids: Tensor  # of the targets of the rows in flight, [C, K]; -1 of those that are elsewhere
+    ids: Tensor  # of the targets of the rows in flight, [C, K]; -1 where another rank has them
 
     def select(self, chunk: Chunk) -> None:
         super().select(chunk)

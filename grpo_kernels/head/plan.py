@@ -130,7 +130,7 @@ class HeadPlan:
 
         return PairStats
 
-    def second(self, needed: Tensor, weight: Tensor, checks: ValueChecks) -> HeadPlan:
+    def second_pass(self, needed: Tensor, weight: Tensor, checks: ValueChecks) -> HeadPlan:
         """The plan of a second pass over the rows `needed`, bool `[N]`; reads `checks`."""
         spec = replace(self.spec, checks=checks)
         # Logits are made again a strip at a time.
@@ -257,7 +257,7 @@ def plan_head(
         support: the kept sets, or None.
         grad_mode: what the gradient of the logits is made from.
         entropy: whether the call returns it.
-        logsumexp: likewise.
+        logsumexp: whether the call returns it.
         entries: whether every id of a set is a target.
         with_grad: bool `[N]`, the tokens that may have a gradient; None: all.
         reference: another model's call. It is only checked here: it bans no target.

@@ -87,7 +87,7 @@ def column_slices(y: Tensor, at_once: int | None = None) -> Iterator[slice]:
 def _unaligned_columns(y: Tensor) -> int:
     """The last columns of the logits that GEMMs take apart, for V is also a GEMM's inner size.
 
-    Before Hopper tensor cores want inner sizes of which 8 is a factor, or take a slow kernel.
+    Before Hopper, tensor cores need inner sizes that are multiples of 8, or take a slow kernel.
     """
     V = len(y)
     if V % 8 == 0 or y.device.type != "cuda" or y.dtype == torch.float32:

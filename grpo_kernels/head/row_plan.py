@@ -112,7 +112,7 @@ class RowPlan:
 
 
 def slices(begin: int, end: int, step: int) -> Iterator[slice]:
-    """Cuts a range into slices of `step`, but for the last."""
+    """Splits a range into slices of `step`; the last may be shorter."""
     for start in range(begin, end, step):
         yield slice(start, min(start + step, end))
 

@@ -75,7 +75,7 @@ def selective_log_softmax(
 def checked(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, backend: str
 ) -> tuple[Tensor, LogitTransform, Backend]:
-    """Flat targets, what happens to logits, and who computes; raises for what does not fit."""
+    """Flat targets, the transform of logits, and the backend; raises for what does not fit."""
     check_tensor("logits", logits, dtypes=HEAD_DTYPES)
     if logits.ndim not in (2, 3) or logits.shape[-1] < 1:
         raise ValueError(f"logits: expected shape [B, T, V] or [N, V]; got {list(logits.shape)}")

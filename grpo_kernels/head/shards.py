@@ -42,7 +42,7 @@ _LEAST_SHARE = 2.0**-24
 
 
 class VocabShards(SingleRank):
-    """Ranks of which each has some columns of every row of logits.
+    """Ranks that each have some columns of every row of logits.
 
     Args:
         group: of the ranks.
@@ -98,7 +98,7 @@ class VocabShards(SingleRank):
         merged = self._merged(stats, targets)
         if exps is not None:
             slope = torch.cat(self.slopes) if self.slopes else None
-            self._set_target_entries(exps, targets, slope, stats, merged)
+            self._set_global_target_entries(exps, targets, slope, stats, merged)
         self.slopes.clear()
         return merged
 
@@ -132,11 +132,11 @@ class VocabShards(SingleRank):
             total = torch.where(absent, torch.inf, stats.total / share)
         return TokenStats(logps, peak.squeeze(0) + log_total, entropy, total)
 
-    def _set_target_entries(
+    def _set_global_target_entries(
         self, exps: Tensor, targets: Tensor, slope: Tensor | None, stats: TokenStats,
         merged: TokenStats,
     ) -> None:  # fmt: skip
-        """Sets the targets' entries of `exps [C, V]` to those of the softmax over all columns.
+        """Replaces the targets' entries of `exps [C, V]` by those of the softmax over all columns.
 
         Args:
             exps: exponentials of this rank's columns, with the target's entry in the local softmax.
@@ -203,7 +203,7 @@ class VocabShards(SingleRank):
         ids = local_ids[index]
         offsets = torch.nn.functional.pad(is_local.cumsum(0), (1, 0))[entries.offsets]
         order = ids.argsort(stable=True)
-        return Entries(ids, entries.tokens[index], offsets, entries.positions, order), index
+        return Entries(ids, entries.tokens[index], offsets, entries.target_places, order), index
 
     def gather_entries(self, z: Tensor, index: slice | Tensor, count: int) -> Tensor:
         """The logits of all `count` entries, from those of this rank at `index`."""

@@ -203,7 +203,7 @@ class KeptSets:
         """Log-probs of the targets `[N]`, 0 where there is no set."""
         if not len(self.entries):
             return log_p.new_zeros(len(self.tokens))
-        index = self.entries.offsets[:-1] + self.entries.positions
+        index = self.entries.offsets[:-1] + self.entries.target_places
         logps = log_p[index.clamp(0, len(log_p) - 1)]
         return torch.where(self.entries.offsets.diff() > 0, logps, 0.0)
 

@@ -91,7 +91,7 @@ def round_(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 class TokenStats(NamedTuple):
     """Statistics of each row of logits, float32 `[C]`.
 
-    `total` is the sum of the row's exponentials X as they were left behind, so that p = X / total.
+    `total` is the sum of the exponentials X stored in place of the logits: p = X / total.
     """
 
     logps: Tensor
@@ -101,7 +101,7 @@ class TokenStats(NamedTuple):
 
     @staticmethod
     def size() -> int:
-        """The number of those that a second pass needs."""
+        """The number of statistics that a second pass needs."""
         return 3
 
     @property
@@ -139,7 +139,7 @@ class StatGrads(NamedTuple):
     divergence: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> StatGrads:
-        """Applies `change` to those that are there."""
+        """Applies `change` to the gradients that are not None."""
         return StatGrads(*(None if x is None else change(x) for x in self))
 
 
@@ -186,7 +186,7 @@ class Entries:
     ids: Tensor  # int64 [E]
     tokens: Tensor  # int64 [E]
     offsets: Tensor  # int64 [N + 1]: where each token's entries begin and end
-    positions: Tensor  # int64 [N]: place of the target among its token's entries
+    target_places: Tensor  # int64 [N]: place of the target among its token's entries
     order: Tensor  # int64 [E]: the entries by id, then by token
 
     def __len__(self) -> int:

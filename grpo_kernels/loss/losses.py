@@ -47,9 +47,9 @@ def option(default: Any, expected: str | tuple[str, ...], *, flat: str | None = 
 class Loss:
     """A loss of each token, before corrections, KL and aggregation.
 
-    A subclass has `per_token` and whatever else is not as here; with options it is a frozen
-    dataclass. One that overrides `per_token`, `log_ratio` or `clipped` says `token_local`,
-    `gradient_needs_advantage` and `kernel` of its own formula again: they are not inherited.
+    A subclass has `per_token` and what differs from this class; with options it is a frozen
+    dataclass. One that overrides `per_token`, `log_ratio` or `clipped` must declare `token_local`,
+    `gradient_needs_advantage` and `kernel` again: they are not inherited.
 
     Attributes:
         aggregation: the average over the tokens' losses where the config names none.
@@ -146,7 +146,7 @@ class Loss:
         return f"loss_type: {type(self).__name__}.{method}"
 
 
-def per_token_values(name: str, x: object, tokens: Tokens) -> Tensor:
+def one_per_token(name: str, x: object, tokens: Tokens) -> Tensor:
     """A value per token `[N]` that a loss returned, checked, as it may be the user's own."""
     like = tokens.logps
     return check_tensor(name, x, shape=like.shape, dtypes=_REAL, device=like.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base.outputs import Metrics
 from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy_metrics
-from .losses import Loss, is_own, per_token_values
+from .losses import Loss, is_own, one_per_token
 from .objective import high_entropy_mask, kl_terms, off_policy_mask, tokens_of
 from .tokens import Tokens
 
@@ -102,7 +102,7 @@ def loss_metrics(
     `d_logps`, `d_entropy [N]`: the gradient of the loss; None where there is none.
     """
     tokens = tokens_of(config, constants, logps, entropy)
-    values = token_values(config, tokens, d_logps, d_entropy)
+    values = metric_values(config, tokens, d_logps, d_entropy)
     rows, masked = values.means, None if tokens.unmasked is None else ~tokens.unmasked
     maxima = _by_name(values.maxima, _largest(_stack(values.maxima), masked))
     # Relative to the largest, so that no square overflows.
@@ -141,12 +141,12 @@ def loss_metrics(
     return metrics | clips
 
 
-def token_values(
+def metric_values(
     config: GRPOLossConfig, tokens: Tokens, d_logps: Tensor | None, d_entropy: Tensor | None
 ) -> _TokenValues:
     """The values that the metrics are means and maxima of."""
     loss, values = config.loss, _TokenValues()
-    log_ratio = per_token_values(loss.name_of("log_ratio()"), loss.log_ratio(tokens), tokens)
+    log_ratio = one_per_token(loss.name_of("log_ratio()"), loss.log_ratio(tokens), tokens)
     ratio = log_ratio.exp()
     values.add("ratio_mean", ratio, largest="ratio_max")
     if tokens.kl is not None:
@@ -191,7 +191,7 @@ def _bounds(loss: Loss, tokens: Tokens, ratio: Tensor) -> tuple[Tensor | None, T
             f"got {type(bounds).__name__}"
         )
     low, high = (
-        None if x is None else per_token_values(f"{name}[{i}]", x, tokens)
+        None if x is None else one_per_token(f"{name}[{i}]", x, tokens)
         for i, x in enumerate(bounds)
     )
     return low, high
@@ -205,7 +205,7 @@ def _own_metrics(loss: Loss, tokens: Tokens, ratio: Tensor) -> dict[str, Tensor]
             f"{name}: expected a dict of tensors by name, a value per token each; got {own!r}"
         )
     for key, x in own.items():
-        per_token_values(f"{name}[{key!r}]", x, tokens)
+        one_per_token(f"{name}[{key!r}]", x, tokens)
         if key in TAKEN or key.startswith(TAKEN_PREFIXES):
             taken = ", ".join((*sorted(TAKEN), *(f"{prefix}..." for prefix in TAKEN_PREFIXES)))
             raise ValueError(f"{name}: expected names other than {taken}; got {key!r}")

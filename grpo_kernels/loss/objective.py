@@ -37,7 +37,7 @@ from torch import Tensor
 from ..base.layout import selected
 from ..base.sequences import Sequences, masked_quantile
 from .config import TOKEN_MEANS, GRPOLossConfig
-from .losses import Loss, is_own, per_token_values
+from .losses import Loss, is_own, one_per_token
 from .tokens import MAX_LOG_RATIO, Tokens, binary_kl, bounded_exp, total_variation
 
 _KL_LOG_RATIO = 20.0
@@ -137,7 +137,7 @@ def _loss_of_tokens(loss: Loss, tokens: Tokens) -> Tensor:
     if loss.why_two_passes is None:
         tokens = replace(tokens, sequences=None, is_token_local=True)
     name = loss.name_of("per_token()")
-    x = per_token_values(name, loss.per_token(tokens), tokens)
+    x = one_per_token(name, loss.per_token(tokens), tokens)
     if torch.is_grad_enabled() and tokens.logps.requires_grad and not x.requires_grad:
         raise ValueError(
             f"{name}: expected a gradient for tokens.logps or tokens.entropy; got none"

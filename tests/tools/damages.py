@@ -81,7 +81,7 @@ head/support.py: test_support
     _target_offsets: place - begins -> place
 head/shards.py: ranks/test_vocab_parallel
     VocabShards._merged: terms = log_shares.exp() * -> terms =
-    VocabShards.merge: self._set_target_entries(exps, targets, slope, stats, merged) -> pass
+    VocabShards.merge: self._set_global_target_entries(exps, targets, slope, stats, merged) -> pass
     VocabShards.store_rows: self.layout == "partial" -> True
 base/sequences.py: ranks/test_sequences
     _GatherTokens.forward: sum(sizes[: group.rank()]) -> 0

@@ -15,8 +15,8 @@ from grpo_kernels import __version__
 
 ROOT = Path(__file__).parents[2]
 NEEDS = {  # what each of these says it needs, where it cannot work without
-    "training": r"pip install 'grpo_kernels\[train\]'",
-    "integrations.transformers": r"pip install 'grpo_kernels\[train\]'",
+    "training": r"pip install -e '\.\[train\]' in the checkout",
+    "integrations.transformers": r"pip install 'transformers>=",
     "integrations.trl": r"pip install 'trl>=",
 }
 
