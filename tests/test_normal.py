@@ -124,6 +124,7 @@ RATIO = "sampling/importance_sampling_ratio/mean"
 EDGES = (
     (steps(loss=[5e-4], grad_norm=[1.0]), {"beta": 1}, "loss_zero"),
     (steps(loss=[6e-4], grad_norm=[1.0]), {"beta": 1}, ""),
+    (steps(loss=0.0, grad_norm=[0.0, 1.0]), {"beta": 1}, "loss_zero"),
     (steps(loss=[-6e-4, -6e-4, 0.0]), {"beta": 1}, "loss_negative"),
     (steps(loss=[0.001, 0.004, 0.012], kl=[0.025, 0.1, 0.2]), {}, ""),
     (steps(loss=[0.001, 0.006, 0.012], kl=[0.025, 0.1, 0.2]), {}, "loss_is_kl"),
