@@ -90,7 +90,8 @@ def kl_negative(log: Log, usual: bool = True) -> str:
 
 def kl_large(log: Log) -> str:
     _, largest, average = log.columns("kl_max", "kl")
-    share = max((x / y for x, y in zip(largest, average, strict=True) if y > 0), default=0.0)
+    peak, around = max(zip(largest, average, strict=True), default=(0.0, 0.0))
+    share = peak / around if around > 0 else 0.0
     one = f"; one token has as much as {share:,.0f} average ones" if share > 2 else ""
     saw = log.top(10.0, "kl_max", "kl")
     return saw and saw + one
