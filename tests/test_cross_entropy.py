@@ -133,7 +133,7 @@ def test_the_policys_results_are_as_without_it(loss_type):
 
 @pytest.mark.parametrize("other", (NAN, -torch.inf, torch.inf))
 def test_log_probs_without_a_weight_may_be_anything(other):
-    """Those of banned ids and of padding, which the caller computed, stay out of the sum."""
+    """Log-probs of banned ids and of padding, which the caller computed, stay out of the sum."""
     logps = torch.tensor([[-0.5, other, -2.0]], requires_grad=True)
     mask, weights = torch.tensor([[True, False, False]]), torch.tensor([[0.0, 0.0, 0.25]])
     out = grpo_loss(logps, torch.ones(1), mask, ce_weights=weights)

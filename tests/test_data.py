@@ -28,7 +28,7 @@ from grpo_kernels.training.problems.prompts import (
     build_prompt,
     short_enough,
 )
-from grpo_kernels.training.run import report
+from grpo_kernels.training.run import observers
 from grpo_kernels.training.run.schedule import place_of
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
@@ -460,7 +460,7 @@ def test_a_prompt_that_is_none_is_refused(prompt, message):
     ),
 )
 def test_a_message_has_a_text_parts_or_nothing(content, text):
-    assert report.prompt_text([USER, {"role": "user", "content": content}]) == text
+    assert observers.prompt_text([USER, {"role": "user", "content": content}]) == text
 
 
 def test_prompts_are_made_as_the_options_say():

@@ -51,7 +51,7 @@ def write(folders: Sequence[str | Path], output: str | Path) -> str:
 
 
 def _run(folder: Path, output: Path, prompts: dict[str, int]) -> dict[str, Any]:
-    """What the page has of a run; `prompts`, by their places on it, grows."""
+    """The data of a run; adds its prompts, with their places on the page, to `prompts`."""
     rows = {row["step"]: row for row in read_rows(folder / "metrics.jsonl")}.values()
     if not (options := _values(folder / "config.json")):
         raise ValueError(f"folder: expected a run's, with its config.json; got {folder}")
@@ -103,7 +103,7 @@ def _text(prompt: Any) -> str:
 
 
 def _answers(path: Path, prompts: dict[str, int]) -> dict[int, dict[int, list[Any]]]:
-    """By step and prompt: correct, right answer, answer, and of first and last step the text."""
+    """Answers by step and prompt: correct, right answer, answer; the text at the first and last."""
     rows = [row for row in read_rows(path) if "sample" not in row]
     of: dict[int, dict[int, list[Any]]] = {step: {} for step in sorted({r["step"] for r in rows})}
     ends = {*[*of][:1], *[*of][-1:]}

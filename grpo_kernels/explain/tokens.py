@@ -168,7 +168,7 @@ def join(parts: Sequence[Explanation], scales: Sequence[float] | None = None) ->
             names = f"{[*first]}; got {[*part.columns]}"
             raise ValueError(f"parts[{i}]: expected the columns of parts[0], {names}")
     columns = {name: torch.cat([part.columns[name] for part in parts]) for name in first}
-    counts = torch.tensor([len(part.sequence) for part in parts], device="cpu")
+    counts = torch.tensor([len(part.sequence) for part in parts], dtype=torch.int64, device="cpu")
     each = torch.tensor(factors, dtype=torch.float32, device="cpu").repeat_interleave(counts)
     columns |= {name: x * each for name, x in columns.items() if name in _SCALED}
     columns["gradient_share"] = shares(columns.get("d_hidden", columns["gradient"]))
