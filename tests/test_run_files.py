@@ -10,7 +10,7 @@ import torch
 from grpo_kernels.explain import runs
 from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import Metric, TrainingConfig
-from grpo_kernels.training.run import about
+from grpo_kernels.training.run import about, logs
 from grpo_kernels.training.run.observers import Observer, line_of, print_above, sample_table
 from tests.helpers.trainer_runs import rows_of
 
@@ -53,16 +53,44 @@ def test_steps_with_a_warning_or_a_page_show_their_completions(make, capsys):
 
 
 @pytest.mark.usefixtures("real_memory")
-def test_seconds_of_observers_are_in_the_next_row(make):
+def test_seconds_of_files_and_observers_are_in_the_next_row(make, monkeypatch):
+    def wait(row):
+        time.sleep(0.4 * (row["step"] == 1))
+
     class Slow(Observer):
         def step(self, row, samples):
-            time.sleep(0.4 * (row["step"] == 1))
+            wait(row)
 
+    append = logs.append
+    monkeypatch.setattr(logs, "append", lambda path, row: (
+        append(path, row), path.stem == "metrics" and wait(row)
+    ))  # fmt: skip
     trainer = make(steps=3)
     trainer.run.observers.append(Slow(trainer.config))
     folder = trainer.train()
     first, second, third = read_rows(folder / "metrics.jsonl")
-    assert second["seconds/page"] > 0.4 > max(first["seconds/page"], third["seconds/page"])
+    assert second["seconds/page"] > 0.8 > max(first["seconds/page"], third["seconds/page"])
+
+
+@pytest.mark.usefixtures("real_memory")
+def test_a_folder_of_an_earlier_version_goes_on(make, capsys):
+    """Its rows count for the warnings, which are not repeated at once."""
+    folder = make(save_every=1).train()
+    old = [{**row, "warnings": ["a text"], "explained": None} for row in rows_of(folder)]
+    logs.write_rows(folder / "metrics.jsonl", old)
+    (folder / "about.json").rename(folder / "environment.json")
+    trainer = make(save_every=1, steps=3, resume=True)
+    trainer.train()
+    assert [row["step"] for row in trainer.run.watch.rows] == [1, 2, 3]
+    assert [row.get("warnings") for row in rows_of(folder)] == [["a text"]] * 2 + [None]
+    assert "failed (" not in capsys.readouterr().out and (folder / "about.json").exists()
+
+
+@pytest.mark.usefixtures("real_memory")
+def test_a_run_in_bf16_says_first_that_weights_may_not_move(make, capsys):
+    make(dtype="bf16", learning_rate=1e-6, steps=1).train()
+    said = capsys.readouterr().out
+    assert said.count("warning: ") == said.count("warning: learning_rate is 1e-06 at most") == 1
 
 
 @pytest.mark.usefixtures("real_memory")

@@ -322,7 +322,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             parts = self.train_problems, self.held_out
             write_problems(self.config.folder, *parts, self.is_correct, run.print_main)
-        self.explanations.open(run.step)
+        self.explanations.open()
         for text in introduction(self.config, self.accelerator, self.policy, *counts):
             run.print_main(text)
         if path is not None:

@@ -257,8 +257,10 @@ def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool)
     if "prompt" not in columns or ("answer" not in columns and (compared or judged)):
         why = ["the reward answer"] * judged + ["evaluation"] * compared
         answer = f", and a column answer for {' and '.join(why)}" if why else ""
+        # A function's problems are taken as they are, without a prompt made from a question.
+        prompt = "prompt" if "question" in columns else "question (or prompt)"
         raise ValueError(
-            f"dataset: expected a column question (or prompt){answer}; got {columns} in {where}: "
+            f"dataset: expected a column {prompt}{answer}; got {columns} in {where}: "
             "rename the columns, or set dataset to module:function, which returns the problems"
         )
     said = json.dumps(problem["prompt"], default=repr)  # in a text, in messages, in their parts

@@ -29,12 +29,12 @@ class Explanations:
         self.why = self.steps.why
         self.scorer, self.tokenizer = scorer, tokenizer
 
-    def open(self, step: int) -> None:
-        """Begins, or goes on after the steps up to `step` of the run that is resumed."""
+    def open(self) -> None:
+        """Begins, or goes on after the steps in the folder of the run that is resumed."""
         run = self.scorer.run
         if run.accelerator.is_main_process:
             rows = read_rows(run.config.folder / "metrics.jsonl")
-            run.look_on("explain", self.steps.open, [row for row in rows if row["step"] <= step])
+            run.look_on("explain", self.steps.open, rows)
 
     def write(self, why: str, samples: Samples, updates: Sequence[Update]) -> dict[str, Any] | None:
         """Writes the page of a step that trained, with its largest update; prints where it is.
