@@ -74,7 +74,7 @@ def test_seconds_of_files_and_observers_are_in_the_next_row(make, monkeypatch):
 
 @pytest.mark.usefixtures("real_memory")
 def test_a_folder_of_an_earlier_version_goes_on(make, capsys):
-    """Its rows count for the warnings, which are not repeated at once."""
+    """Later steps are compared with its rows, for warnings and for pages."""
     folder = make(save_every=1).train()
     old = [{**row, "warnings": ["a text"], "explained": None} for row in rows_of(folder)]
     logs.write_rows(folder / "metrics.jsonl", old)
@@ -82,6 +82,7 @@ def test_a_folder_of_an_earlier_version_goes_on(make, capsys):
     trainer = make(save_every=1, steps=3, resume=True)
     trainer.train()
     assert [row["step"] for row in trainer.run.watch.rows] == [1, 2, 3]
+    assert len(trainer.explanations.steps.seen["grad_norm"]) == 3
     assert [row.get("warnings") for row in rows_of(folder)] == [["a text"]] * 2 + [None]
     assert "failed (" not in capsys.readouterr().out and (folder / "about.json").exists()
 
