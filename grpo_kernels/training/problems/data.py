@@ -117,11 +117,6 @@ def _squeezed(prompt: Any) -> Any:
     return [_squeezed(part) for part in prompt] if isinstance(prompt, list | tuple) else prompt
 
 
-def final_answer(solution: str) -> str:
-    """The part of a GSM8K solution after `####`."""
-    return solution.rsplit("####", 1)[-1].strip()
-
-
 def text_of(column: str, value: Any) -> str:
     """Returns the text of a prompt, a question or an answer, which may be a whole number.
 
@@ -147,7 +142,8 @@ def problem_of(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
     elif not isinstance(problem.get("prompt", []), list | tuple):
         problem["prompt"] = text_of("prompt", problem["prompt"])
     if "answer" in problem:
-        problem["answer"] = final_answer(text_of("answer", problem["answer"]))
+        # The last part of a solution of GSM8K.
+        problem["answer"] = text_of("answer", problem["answer"]).rsplit("####", 1)[-1].strip()
     return problem
 
 
