@@ -3,6 +3,7 @@
 import json
 import subprocess
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from grpo_kernels.explain import runs
 from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import Metric, TrainingConfig
 from grpo_kernels.training.run import about, logs
+from grpo_kernels.training.run.metrics import Metrics
 from grpo_kernels.training.run.observers import Observer, line_of, print_above, sample_table
 from tests.helpers.trainer_runs import rows_of
 
@@ -34,6 +36,15 @@ def test_a_folder_says_what_its_page_needs(make):
     (folder / "report.html").unlink()
     runs.write([folder], folder / "report.html")
     assert (folder / "report.html").exists()
+
+
+def test_a_default_is_that_of_the_user_s_own_option(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class Own(TrainingConfig):
+        mine: int = 3
+
+    about.write(tmp_path, Own(model="m", mine=4), {}, Metrics())
+    assert json.loads((tmp_path / "about.json").read_text())["defaults"]["mine"] == 3
 
 
 @pytest.mark.usefixtures("real_memory")

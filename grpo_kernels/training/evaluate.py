@@ -250,7 +250,7 @@ def main(
     used = {**config.as_json(), "output": str(results), "dataset": str(path), "run": str(flags.run)}
     logs.open_folder(results, used, -1)
     one.write(results, 0, several)
-    about.write(results, about.versions(), Metrics())
+    about.write(results, config, about.versions(), Metrics())
     page = results / "report.html"
     runs.write([results], page)
     say(f"Look at {page}")
