@@ -271,6 +271,7 @@ def test_what_is_no_dataset_is_refused(name, rows, options, message, tmp_path, m
         (lambda _: ((1 / 0 for _ in "a"), []), "mine:made: ZeroDivisionError"),
         (lambda _: [], r"expected the problems to train on and those .*, of mine:made; got \[\]"),
         (lambda _: (["a"], []), "expected a dict; got 'a' in problem 0 to train on of mine:made"),
+        (lambda _: ([{"question": "1"}], []), r"expected a column prompt, .* got \['question'\]"),
     ),
 )
 def test_a_dataset_function_that_fails_is_named(function, message, monkeypatch):

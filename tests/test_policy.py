@@ -42,8 +42,11 @@ def test_shared_prompts_change_nothing(family, lengths):
     outs, grads, batch, clock = [], [], random_batch(lengths=lengths), Clock(torch.device("cpu"))
     for policy in (shared, apart):
         policy.zero_grad()
+        seconds = [clock.head_seconds]
         outs.append(policy("loss", batch, advantages, GRPOLossConfig(), clock=clock))
+        seconds.append(clock.head_seconds)
         outs[-1].loss.backward()
+        assert seconds[0] < seconds[1] < clock.head_seconds  # both directions count
         grads.append({n: p.grad.clone() for n, p in policy.named_parameters()})
     torch.testing.assert_close(outs[0].loss, outs[1].loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(outs[0].logps, outs[1].logps, rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 from grpo_kernels.explain import runs
 from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import Metric, TrainingConfig
-from grpo_kernels.training.run import about
+from grpo_kernels.training.run import about, logs
+from grpo_kernels.training.run.metrics import Metrics
 from grpo_kernels.training.run.observers import Observer, line_of, print_above, sample_table
 from tests.helpers.trainer_runs import rows_of
 
@@ -36,6 +38,15 @@ def test_a_folder_says_what_its_page_needs(make):
     assert (folder / "report.html").exists()
 
 
+def test_a_default_is_that_of_the_user_s_own_option(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class Own(TrainingConfig):
+        mine: int = 3
+
+    about.write(tmp_path, Own(model="m", mine=4), {}, Metrics())
+    assert json.loads((tmp_path / "about.json").read_text())["defaults"]["mine"] == 3
+
+
 @pytest.mark.usefixtures("real_memory")
 def test_steps_with_a_warning_or_a_page_show_their_completions(make, capsys):
     """A warning's text is printed; in the row it has its rule, too."""
@@ -53,27 +64,60 @@ def test_steps_with_a_warning_or_a_page_show_their_completions(make, capsys):
 
 
 @pytest.mark.usefixtures("real_memory")
-def test_seconds_of_observers_are_in_the_next_row(make):
+def test_seconds_of_files_and_observers_are_in_the_next_row(make, monkeypatch):
+    def wait(row):
+        time.sleep(0.4 * (row["step"] == 1))
+
     class Slow(Observer):
         def step(self, row, samples):
-            time.sleep(0.4 * (row["step"] == 1))
+            wait(row)
 
+    append = logs.append
+    monkeypatch.setattr(logs, "append", lambda path, row: (
+        append(path, row), path.stem == "metrics" and wait(row)
+    ))  # fmt: skip
     trainer = make(steps=3)
     trainer.run.observers.append(Slow(trainer.config))
     folder = trainer.train()
     first, second, third = read_rows(folder / "metrics.jsonl")
-    assert second["seconds/page"] > 0.4 > max(first["seconds/page"], third["seconds/page"])
+    assert second["seconds/page"] > 0.8 > max(first["seconds/page"], third["seconds/page"])
 
 
 @pytest.mark.usefixtures("real_memory")
-def test_a_page_that_cannot_be_made_ends_no_run(make, monkeypatch, capsys):
+def test_a_folder_of_an_earlier_version_goes_on(make, capsys):
+    """Later steps are compared with its rows, for warnings and for pages."""
+    folder = make(save_every=1).train()
+    old = [{**row, "warnings": ["a text"], "explained": None} for row in rows_of(folder)]
+    logs.write_rows(folder / "metrics.jsonl", old)
+    (folder / "about.json").rename(folder / "environment.json")
+    trainer = make(save_every=1, steps=3, resume=True)
+    trainer.train()
+    assert [row["step"] for row in trainer.run.watch.rows] == [1, 2, 3]
+    assert len(trainer.explanations.steps.seen["grad_norm"]) == 3
+    assert [row.get("warnings") for row in rows_of(folder)] == [["a text"]] * 2 + [None]
+    assert "failed (" not in capsys.readouterr().out and (folder / "about.json").exists()
+
+
+@pytest.mark.usefixtures("real_memory")
+def test_a_run_in_bf16_says_first_that_weights_may_not_move(make, capsys):
+    make(dtype="bf16", learning_rate=1e-6, steps=1).train()
+    said = capsys.readouterr().out
+    assert said.count("warning: ") == said.count("warning: learning_rate is 1e-06 at most") == 1
+
+
+@pytest.mark.usefixtures("real_memory")
+def test_what_looks_on_and_fails_ends_no_run(make, monkeypatch, capsys):
     def fails(*_):
-        raise ValueError("no page today")
+        raise ValueError("not today")
 
     monkeypatch.setattr(runs, "write", fails)
-    folder = make(show_every=1).train()
+    trainer = make(show_every=1)
+    trainer.run.watch.after_step = trainer.explanations.steps.why = fails
+    folder = trainer.train()
     assert len(rows_of(folder)) == 2 and not (folder / "report.html").exists()
-    assert capsys.readouterr().out.count("Page failed (ValueError: no page today)") == 1
+    said = capsys.readouterr().out
+    for name in ("Page", "warnings", "explain"):
+        assert said.count(f"{name} failed (ValueError: not today)") == 1
 
 
 def test_a_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch):

@@ -361,12 +361,14 @@ def test_trackers_get_every_step(make):
             self.finish = lambda: calls.append("finished")
 
         def log(self, values, step=None, **_):
-            calls.append((step, "reward" in values, "held_out_accuracy" in values))
+            numbers = all(isinstance(x, (int, float)) for x in values.values())
+            calls.append((step, numbers, "reward" in values, "held_out_accuracy" in values))
 
     tracking.register_tracker_class(Kept)
-    make(trackers=["kept"], eval_size=3, loss_options={}, stop=["a", "b"]).train()
+    options_of_run = {"loss_options": {}, "stop": ["a", "b"], "explain_every": 1}
+    make(trackers=["kept"], eval_size=3, **options_of_run).train()
     steps = [(0, False, True), (1, True, False), (2, True, False), (2, False, True)]
-    assert calls == ["t", *steps, "finished"]
+    assert calls == ["t", *((step, True, *has) for step, *has in steps), "finished"]
     assert all(isinstance(x, (int, float, str, type(None))) for x in options.values())
     assert (options["stop"], options["loss_options"], options["steps"]) == ("a, b", "{}", 2)
     with pytest.raises(ImportError, match="trackers: aim is not installed"):

@@ -4,7 +4,7 @@
 
 The command answers each problem as the run's evaluations do, and by several samples. Prompts,
 rewards and sampling are the run's, from its `config.json`. No problem that the run trains on is
-answered. Answers and a report are in a new folder, RUN_FOLDER/evaluations/NUMBER.
+answered. Answers and a page are in a new folder, RUN_FOLDER/evaluations/NUMBER.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def main(
     used = {**config.as_json(), "output": str(results), "dataset": str(path), "run": str(flags.run)}
     logs.open_folder(results, used, -1)
     one.write(results, 0, several)
-    about.write(results, about.versions(), Metrics())
+    about.write(results, config, about.versions(), Metrics())
     page = results / "report.html"
     runs.write([results], page)
     say(f"Look at {page}")

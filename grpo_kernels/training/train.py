@@ -239,9 +239,8 @@ class Trainer:
                 if scores.old_logps is None:  # of the policy that sampled
                     scores = replace(scores, old_logps=updates[0].logps)
         row = step_row(samples, labels, [x.metrics for x in updates], run)
-        why = self.explanations.why(row) if accelerator.is_main_process else None
-        if why is not None:
-            explained = run.look_on("explain", self.explanations.write, why, samples, updates)
+        if accelerator.is_main_process:
+            explained = run.look_on("explain", self.explanations.of_step, row, samples, updates)
             row |= {"explained": explained} if explained else {}
         return row, samples
 
@@ -322,7 +321,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             parts = self.train_problems, self.held_out
             write_problems(self.config.folder, *parts, self.is_correct, run.print_main)
-        self.explanations.open(run.step)
+        self.explanations.open()
         for text in introduction(self.config, self.accelerator, self.policy, *counts):
             run.print_main(text)
         if path is not None:

@@ -117,11 +117,6 @@ def _squeezed(prompt: Any) -> Any:
     return [_squeezed(part) for part in prompt] if isinstance(prompt, list | tuple) else prompt
 
 
-def final_answer(solution: str) -> str:
-    """The part of a GSM8K solution after `####`."""
-    return solution.rsplit("####", 1)[-1].strip()
-
-
 def text_of(column: str, value: Any) -> str:
     """Returns the text of a prompt, a question or an answer, which may be a whole number.
 
@@ -147,7 +142,8 @@ def problem_of(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
     elif not isinstance(problem.get("prompt", []), list | tuple):
         problem["prompt"] = text_of("prompt", problem["prompt"])
     if "answer" in problem:
-        problem["answer"] = final_answer(text_of("answer", problem["answer"]))
+        # The last part of a solution of GSM8K.
+        problem["answer"] = text_of("answer", problem["answer"]).rsplit("####", 1)[-1].strip()
     return problem
 
 
@@ -257,8 +253,10 @@ def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool)
     if "prompt" not in columns or ("answer" not in columns and (compared or judged)):
         why = ["the reward answer"] * judged + ["evaluation"] * compared
         answer = f", and a column answer for {' and '.join(why)}" if why else ""
+        # A function's problems are taken as they are, without a prompt made from a question.
+        prompt = "prompt" if "question" in columns else "question (or prompt)"
         raise ValueError(
-            f"dataset: expected a column question (or prompt){answer}; got {columns} in {where}: "
+            f"dataset: expected a column {prompt}{answer}; got {columns} in {where}: "
             "rename the columns, or set dataset to module:function, which returns the problems"
         )
     said = json.dumps(problem["prompt"], default=repr)  # in a text, in messages, in their parts

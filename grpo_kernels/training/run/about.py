@@ -20,11 +20,12 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def write(folder: Path, versions: Mapping[str, str], metrics: Metrics) -> None:
-    """Writes `about.json` in the folder of a run."""
+def write(
+    folder: Path, config: TrainingConfig, versions: Mapping[str, str], metrics: Metrics
+) -> None:
+    """Writes `about.json` in the folder of a run with these options."""
     values = {
-        "defaults": TrainingConfig.default_json(), "versions": dict(versions),
-        "metrics": metrics.own(),
+        "defaults": config.default_json(), "versions": dict(versions), "metrics": metrics.own(),
     }  # fmt: skip
     logs.write_json(folder / "about.json", values)
 

@@ -140,7 +140,7 @@ class Page(Observer):
 
     def start(self, step: int) -> None:
         self.versions = about.versions()
-        about.write(self.config.folder, self.versions, self.metrics)
+        self._write_about()
 
     def step(self, row: dict[str, Any], samples: Samples) -> None:
         if self.shows_samples(row["step"]):
@@ -150,8 +150,11 @@ class Page(Observer):
         print_above(f"{self._write()}\nLook at {self.config.folder / 'report.html'}")
 
     def _write(self) -> str:
-        about.write(self.config.folder, self.versions, self.metrics)
+        self._write_about()
         return runs.write([self.config.folder], self.config.folder / "report.html")
+
+    def _write_about(self) -> None:
+        about.write(self.config.folder, self.config, self.versions, self.metrics)
 
 
 def _plain(value: Any) -> Any:

@@ -93,7 +93,7 @@ class Run:
     def write_step(self, row: dict[str, Any], samples: Samples) -> None:
         """Writes a step's row, with its warnings; then observers see it."""
         if self.accelerator.is_main_process:
-            if warnings := self.watch.after_step(row):
+            if warnings := self.look_on("warnings", self.watch.after_step, row):
                 row["warnings"] = warnings
             self.write("metrics.jsonl", [row])
         self.notify("step", row, samples)
@@ -241,7 +241,7 @@ class Run:
             known = self.step if path is not None or self.step else -1  # a run may go on in place
             logs.open_folder(config.folder, config.as_json(), known)
             for row in read_rows(config.folder / "metrics.jsonl"):  # of a run that goes on
-                self.watch.after_step(row)
+                self.look_on("warnings", self.watch.after_step, row)
         self._see_evaluations()
         return path
 

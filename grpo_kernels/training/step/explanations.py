@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,31 +26,33 @@ class Explanations:
     def __init__(self, scorer: Scorer, tokenizer: Any) -> None:
         config = scorer.config
         self.steps = ExplainedSteps(config.folder, every=config.explain_every)
-        self.why = self.steps.why
         self.scorer, self.tokenizer = scorer, tokenizer
 
-    def open(self, step: int) -> None:
-        """Begins, or goes on after the steps up to `step` of the run that is resumed."""
+    def open(self) -> None:
+        """Begins, or goes on after the steps in the folder of the run that is resumed."""
         run = self.scorer.run
         if run.accelerator.is_main_process:
             rows = read_rows(run.config.folder / "metrics.jsonl")
-            run.look_on("explain", self.steps.open, [row for row in rows if row["step"] <= step])
+            run.look_on("explain", self.steps.open, rows)
 
-    def write(self, why: str, samples: Samples, updates: Sequence[Update]) -> dict[str, Any] | None:
-        """Writes the page of a step that trained, with its largest update; prints where it is.
+    def of_step(
+        self, row: Mapping[str, Any], samples: Samples, updates: Sequence[Update]
+    ) -> dict[str, Any] | None:
+        """Writes the page of a step's largest update if it is due; prints where it is.
 
         A spike is a warning, a page by `explain_every` is not.
 
         Args:
-            why: the reason, of `steps.why`.
+            row: the step's; call it for every step.
             samples: the step's.
             updates: the step's.
 
         Returns:
-            The record for the step's row; None if nothing was trained.
+            The record for the step's row; None without a page, as of a step that trained nothing.
         """
-        run, scorer = self.scorer.run, self.scorer
-        if not scorer.trainable_rows(samples, range(len(samples.texts)), first_update=False):
+        run, scorer, why = self.scorer.run, self.scorer, self.steps.why(row)
+        every = range(len(samples.texts))
+        if why is None or not scorer.trainable_rows(samples, every, first_update=False):
             return None
         norms = [update.metrics["grad_norm"] for update in updates]
         trained = [i for i, update in enumerate(updates) if update.rows]
