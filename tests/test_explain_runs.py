@@ -54,7 +54,7 @@ def page_of(*folders, output=None):
 
 
 BEFORE = {"step": 0, "accuracy": 0.25, "low": 0.13, "high": 0.45, "problems": 27}
-HELD_OUT = "27 problems that were not trained on."
+HELD_OUT = "27 problems not trained on."
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_answers_of_other_problems_are_not_paired(tmp_path, other):
 
 def test_a_run_without_an_evaluation_and_one_without_a_step(tmp_path):
     page = page_of(run_of(tmp_path / "a", steps=3, planned=7))
-    assert page.verdict == "No held-out problems were answered. 3 of 7 steps are done."
+    assert page.verdict == "No held-out problems were answered. Step 3 of 7 is done."
     (tmp_path / "b").mkdir()
     (tmp_path / "b/config.json").write_text('{"steps": 3}')
     shutil.move(tmp_path / "b", tmp_path / "b\x1b")
@@ -135,7 +135,7 @@ def test_a_run_without_an_evaluation_and_one_without_a_step(tmp_path):
 @pytest.mark.parametrize(
     ("rewards", "text"),
     (
-        ([0.25], "a: 1 step of 2 s; 32 completion tokens per second; reward 0.250 -> 0.250 ("),
+        ([0.25], "a: 1 step, median 2 s; 32 completion tokens per second; reward 0.250 -> 0.250 ("),
         ([0.0, 1.0, 9.0, 1.0, 2.0], "reward 0.500 -> 1.500 (first and last 2); peak memory 1.00"),
         ([*range(20)], "reward 2.000 -> 17.000 (first and last 5); peak memory 1.00 GiB"),
         ([None, 0.5, None], "reward 0.500 -> 0.500 (first and last 1); peak"),
@@ -157,7 +157,7 @@ def test_several_runs_are_compared_with_the_best(tmp_path):
     folders.append(run_of(tmp_path / "d"))
     page = page_of(*folders, output=tmp_path / "all.html")
     assert page.verdict == (
-        f"b/x answers 90.0 % of 20 held-out problems; within chance of it: {tmp_path.name}/c "
+        f"b/x answers 90.0 % of 20 problems not trained on; within chance of it: {tmp_path.name}/c "
         "(85.0 %); behind by more than chance: a/x (50.0 %)."
     )
     assert page.parts[("h1",)] == "4 runs"
