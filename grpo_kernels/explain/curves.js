@@ -15,9 +15,9 @@ function noisy(y) {
   const v = y.filter(known), all = sorted(v), bends = sorted(v.slice(2).map((x, i) => Math.abs(x - 2 * v[i + 1] + v[i])));
   return quantile(bends, .5) > .002 * (quantile(all, .95) - quantile(all, .05));
 }
-// Of the last n values at each place, or 50 to 99 of them, the mean of the middle 40 %: a spike does not become a plateau.
+// Of the n values around each place, or 50 to 99 of them, the mean of the middle 40 %: no lag, and a spike does not become a plateau.
 const smoothed = (y, places, n, each = Math.max(1, Math.floor(n / 50))) => places.map(i => {
-  const v = sorted(y.slice(Math.max(0, i - n + 1), i + 1).filter((x, k, all) => known(x) && (all.length - 1 - k) % each === 0));
+  const start = Math.max(0, i - (n >> 1)), v = sorted(y.slice(start, i + (n >> 1) + 1).filter((x, k) => known(x) && (i - start - k) % each === 0));
   const off = Math.floor(.3 * v.length), middle = v.slice(off, v.length - off);
   return known(y[i]) ? sum(middle) / middle.length : null;
 });
