@@ -181,7 +181,7 @@ function point() {
     const said = [], marks = step !== null && within(step) ? [c.line("cursor", c.X(step), c.X(step), c.top, c.bottom)] : [];
     for (const s of c.curves) {
       const i = placeOf(s, step);
-      s.out.textContent = i < 0 ? "\u2013" : form(c.unit, s.y[i]) + (s.low && !many ? ` (${interval({ low: s.low[i], high: s.high[i] })})` : "");
+      s.out.textContent = i < 0 ? "\u2013" : s.low ? tenths(s.y[i]) + (many ? "" : ` (${interval({ low: s.low[i], high: s.high[i] })})`) : form(c.unit, s.y[i]);
       said.push(`${many ? `${show(R[s.run].name)}, ` : ""}${s.names.join(" = ")} ${s.out.textContent}`);
       if (i >= 0 && step !== null && within(s.x[i])) marks.push(c.dot(s, s.x[i], s.y[i], 4, "point"));
     }
@@ -241,7 +241,7 @@ function listen(c) {
   });
 }
 function buildCharts() {
-  for (const name of new Set([...charts.map(c => c.section), ...(R.some(r => r.columns.has("seconds")) ? ["Cost"] : [])])) {
+  for (const name of new Set([...charts.map(c => c.section), ...(every.some(k => k.startsWith("seconds/")) ? ["Cost"] : [])])) {
     const grid = box("div", "charts");
     $("charts").append(make("h3", name), ...(name === "Cost" ? [Object.assign(make("div"), { id: "time" })] : []), grid);
     for (const c of charts.filter(x => x.section === name)) {

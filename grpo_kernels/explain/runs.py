@@ -142,7 +142,7 @@ def _summary(run: Run) -> str:
     if total := sum(seconds):
         n = len(seconds)
         parts.append(f"{n:,} step{'s' * (n > 1)}, median {median_low(seconds):.3g} s")
-        parts.append(f"{tokens / total:,.0f} completion tokens per second")
+        parts += [f"{tokens / total:,.0f} completion tokens per second"] if tokens else []
     if rewards:
         n = max(1, min(max(5, len(rewards) // 20), len(rewards) // 2))
         first, last = fmean(rewards[:n]), fmean(rewards[-n:])
@@ -180,7 +180,7 @@ def _difference(x: Run, i: int, y: Run) -> dict[str, Any]:
 def _verdict(run: Run) -> str:
     """Says in a sentence what came of a run."""
     evaluations, change, steps = run["evaluations"], run["change"], run["steps"]
-    text, planned = "No held-out problems were answered.", run["options"].get("steps", 0)
+    text = "No held-out problems were answered." if steps else "No step is done yet."
     if evaluations:
         old, new = _percent(run, 0), _percent(run)
         said = f"stayed at {new}" if change and old == new else f"is {new}"
@@ -191,8 +191,9 @@ def _verdict(run: Run) -> str:
         n = _problems(evaluations[-1]["problems"])
         turned = ": {up:,} turned right, {down:,} wrong".format(**change) if "up" in change else ""
         text = f"Held-out accuracy {said}, on {n}{turned}."
-    unfinished = steps and steps[-1] < planned
-    return text + (f" Step {steps[-1]:,} of {planned:,} is done." if unfinished else "")
+    if steps and steps[-1] < (planned := run["options"].get("steps", 0)):
+        text += f" Step {steps[-1]:,} of {planned:,} is done."
+    return text
 
 
 def _comparison(runs: Sequence[dict[str, Any]]) -> str:
