@@ -136,7 +136,11 @@ def test_a_run_without_an_evaluation_and_one_without_a_step(tmp_path):
     ("rewards", "text"),
     (
         ([0.25], "a: 1 step, median 2 s; 32 completion tokens per second; reward 0.250 -> 0.250 ("),
-        ([0.0, 1.0, 9.0, 1.0, 2.0], "reward 0.500 -> 1.500 (first and last 2); peak memory 1.00"),
+        (
+            [0.0, 1.0, 9.0, 1.0, 2.0],
+            "5 steps, median 2 s; 25 completion tokens per second; reward 0.500 -> 1.500 (first "
+            "and last 2); peak memory 1.00 GiB",
+        ),
         ([*range(20)], "reward 2.000 -> 17.000 (first and last 5); peak memory 1.00 GiB"),
         ([None, 0.5, None], "reward 0.500 -> 0.500 (first and last 1); peak"),
         ([None], "32 completion tokens per second; peak memory 1.00 GiB"),
@@ -144,6 +148,7 @@ def test_a_run_without_an_evaluation_and_one_without_a_step(tmp_path):
 )
 def test_the_terminal_gets_figures_of_steps_that_do_not_overlap(tmp_path, rewards, text):
     rows = [{"step": i + 1, **ROW, "reward": x} for i, x in enumerate(rewards)]
+    rows[-1]["seconds"] += 3 * (len(rows) == 5)
     assert text in runs.write([run_of(tmp_path / "a", metrics=rows)], tmp_path / "r.html")
 
 
