@@ -250,7 +250,7 @@ function buildCharts() {
       c.plot = Object.assign(box("div", "plot"), { tabIndex: 0, role: "slider", ariaLabel: c.title, ariaValueMin: String(first), ariaValueMax: String(last) });
       const legend = c.metrics.map(k => {
         const of = c.curves.filter(s => s.key === k), name = c.several ? [muted(`${of[0].names.join(" = ")} `)] : [];
-        return box("span", "", ...(many ? [...name, ...of.flatMap(s => [" ", swatch(s), s.out, " "])] : [swatch(of[0]), ...name, of[0].out]));
+        return box("span", "", ...(many ? [...name, ...of.flatMap(s => [swatch(s), s.out, "  "])] : [swatch(of[0]), ...name, of[0].out]));
       });
       grid.append(box("figure", c.wide ? "wide" : "", box("figcaption", "", make("h4", c.title), c.button), box("div", "legend", ...legend), c.plot));
       listen(c);
