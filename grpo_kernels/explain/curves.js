@@ -233,7 +233,7 @@ function listen(c) {
   });
   on("keydown", e => {
     const list = steps.filter(within), now = nearest(list, cursor ?? pinned ?? zoom[1]), to = jump(e, list.indexOf(now), list.length), wide = zoom[1] - zoom[0];
-    if (to !== undefined) pin(list[to]);
+    if (list[to] !== undefined) pin(list[to]);
     else if (e.key === "+" || e.key === "=") setZoom(now - wide / 4, now + wide / 4);
     else if (e.key === "-") setZoom(zoom[0] - wide / 2 - 1, zoom[1] + wide / 2 + 1);
     else if (e.key === "Escape") { pin(null); setZoom(first, last); } else return;
