@@ -195,8 +195,8 @@ function point() {
   summary.textContent = `Every value of step ${of}`;
   if ($("values").open) list.replaceChildren(...every.map(k => box("div", "", muted(show(k)), make("span", value(k)))));
 }
-function setZoom(a, b) {
-  const middle = (a + b) / 2, half = Math.max(Math.abs(b - a), Math.min(4, last - first)) / 2;
+function setZoom(...ends) {
+  const [a, b] = ends.map(s => Math.max(first, Math.min(last, s))), middle = (a + b) / 2, half = Math.max(Math.abs(b - a), Math.min(4, last - first)) / 2;
   zoom = [Math.max(first, Math.floor(middle - half)), Math.min(last, Math.ceil(middle + half))];
   redraw();
 }
