@@ -356,6 +356,16 @@ def test_steps_that_have_little():
     assert tiny(torch.zeros(0, 5), []).causes == []
 
 
+def test_thousands_have_no_exponent():
+    logps = torch.full((4, 6), -9.0)
+    ref_logps = logps.clone()
+    ref_logps[2, 3] += 8.5  # k3: exp(8.5) - 8.5 - 1
+    more = {"ref_logps": ref_logps, "config": config(beta=0.1)}
+    args = torch.tensor([1.0, -1.0, 1.0, -1.0]), torch.ones(4, 6)
+    causes = explain(grpo_loss(logps, *args, **more), None, *args, **more).causes
+    assert "sequence 2 token 3 4,905" in causes[0].text
+
+
 def test_a_token_of_cross_entropy_alone():
     logps, weights = torch.full((1, 3), -0.5), torch.tensor([[0.0, 0.5, 0.0]])
     args = torch.ones(1), torch.zeros(1, 3)

@@ -99,12 +99,12 @@ PLACES = {
     "alone": ("base/explanations/step-000012.html", (), "Step 12 of base", ["", "", ""]),
     "of the trainer": (
         "base/explanations/step-000012.html", ("base/about.json", "base/explanations/step-2.html"),
-        "Step 12 of base", ["../report.html", "step-2.html", ""],
+        "Step 12 of base", ["../report.html#step-12", "step-2.html", ""],
     ),
     "in the middle": (
         "base/explanations/step-000012.html",
         ("base/report.html", *(f"base/explanations/step-{n:06d}.html" for n in (1, 9, 1000000))),
-        "Step 12 of base", ["../report.html", "step-000009.html", "step-1000000.html"],
+        "Step 12 of base", ["../report.html#step-12", "step-000009.html", "step-1000000.html"],
     ),
     "hostile": (
         "<img onerror=x>&@DATA@/explanations/step-000012.html", (),

@@ -54,7 +54,7 @@ def page_of(*folders, output=None):
 
 
 BEFORE = {"step": 0, "accuracy": 0.25, "low": 0.13, "high": 0.45, "problems": 27}
-HELD_OUT = "27 problems that were not trained on."
+HELD_OUT = "27 problems not trained on."
 
 
 @pytest.mark.parametrize(
@@ -124,19 +124,23 @@ def test_answers_of_other_problems_are_not_paired(tmp_path, other):
 
 def test_a_run_without_an_evaluation_and_one_without_a_step(tmp_path):
     page = page_of(run_of(tmp_path / "a", steps=3, planned=7))
-    assert page.verdict == "No held-out problems were answered. 3 of 7 steps are done."
+    assert page.verdict == "No held-out problems were answered. Step 3 of 7 is done."
     (tmp_path / "b").mkdir()
     (tmp_path / "b/config.json").write_text('{"steps": 3}')
     shutil.move(tmp_path / "b", tmp_path / "b\x1b")
     text = runs.write([tmp_path / "b\x1b"], tmp_path / "b.html")
-    assert text == "No held-out problems were answered.\nb\\x1b: no step is done yet"
+    assert text == "No step is done yet.\nb\\x1b: no step is done yet"
 
 
 @pytest.mark.parametrize(
     ("rewards", "text"),
     (
-        ([0.25], "a: 1 step of 2 s; 32 completion tokens per second; reward 0.250 -> 0.250 ("),
-        ([0.0, 1.0, 9.0, 1.0, 2.0], "reward 0.500 -> 1.500 (first and last 2); peak memory 1.00"),
+        ([0.25], "a: 1 step, median 2 s; 32 completion tokens per second; reward 0.250 -> 0.250 ("),
+        (
+            [0.0, 1.0, 9.0, 1.0, 2.0],
+            "5 steps, median 2 s; 25 completion tokens per second; reward 0.500 -> 1.500 (first "
+            "and last 2); peak memory 1.00 GiB",
+        ),
         ([*range(20)], "reward 2.000 -> 17.000 (first and last 5); peak memory 1.00 GiB"),
         ([None, 0.5, None], "reward 0.500 -> 0.500 (first and last 1); peak"),
         ([None], "32 completion tokens per second; peak memory 1.00 GiB"),
@@ -144,6 +148,7 @@ def test_a_run_without_an_evaluation_and_one_without_a_step(tmp_path):
 )
 def test_the_terminal_gets_figures_of_steps_that_do_not_overlap(tmp_path, rewards, text):
     rows = [{"step": i + 1, **ROW, "reward": x} for i, x in enumerate(rewards)]
+    rows[-1]["seconds"] += 3 * (len(rows) == 5)
     assert text in runs.write([run_of(tmp_path / "a", metrics=rows)], tmp_path / "r.html")
 
 
@@ -157,7 +162,7 @@ def test_several_runs_are_compared_with_the_best(tmp_path):
     folders.append(run_of(tmp_path / "d"))
     page = page_of(*folders, output=tmp_path / "all.html")
     assert page.verdict == (
-        f"b/x answers 90.0 % of 20 held-out problems; within chance of it: {tmp_path.name}/c "
+        f"b/x answers 90.0 % of 20 problems not trained on; within chance of it: {tmp_path.name}/c "
         "(85.0 %); behind by more than chance: a/x (50.0 %)."
     )
     assert page.parts[("h1",)] == "4 runs"
@@ -168,6 +173,20 @@ def test_several_runs_are_compared_with_the_best(tmp_path):
     assert page.data()["prompts"] == [f"problem {i}" for i in range(20)]
     # A folder that comes twice is one.
     assert page_of(folders[0], folders[0]).parts[("h1",)] == "x"
+
+
+def test_runs_with_different_problems_are_not_ranked(tmp_path):
+    folders = [
+        run_of(tmp_path / name, options={"dataset": name}, evaluations=[evaluation(9, 1, n)])
+        for name, n in (("a", 1), ("b", 2_000))
+    ]
+    page = page_of(*folders, output=tmp_path / "all.html")
+    assert page.verdict == (
+        "These runs have different held-out problems: a 100.0 % of 1, b 0.1 % of 2,000 were "
+        "answered right."
+    )
+    assert not [run for run in page.data()["runs"] if "behind" in run]
+    assert page_of(folders[0]).verdict.endswith("100.0 %, on 1 problem not trained on.")
 
 
 @pytest.mark.parametrize(
@@ -244,6 +263,29 @@ def test_a_step_that_was_taken_again_is_there_once(tmp_path):
     assert run["steps"] == [1, 2] and run["columns"]["reward"] == [0.5, 0.7]
 
 
+def test_an_evaluation_that_was_taken_again_is_there_once(tmp_path):
+    rows = [evaluation(0, 2), evaluation(9, 3), evaluation(9, 4)]
+    (run,) = page_of(run_of(tmp_path, evaluations=rows)).data()["runs"]
+    assert [x["accuracy"] for x in run["evaluations"]] == [0.1, 0.2]
+
+
+def test_rows_of_another_form_are_left_out(tmp_path):
+    said = {"rule": "kl_large", "text": "a"}
+    odd = ({"warnings": ["text"], "explained": "yes"}, {"warnings": 3, "explained": [1]},
+           {"warnings": [None, said], "explained": None})  # fmt: skip
+    metrics = [{"step": i + 1, **x} for i, x in enumerate(odd)]
+    samples = [{"step": 1, "prompt": "a"}, {"step": 1, "prompt": "a", "completion": "b"}]
+    folder = run_of(tmp_path, metrics=metrics, samples=samples, about=[1],
+                    evaluations=[{"step": 0, "problems": 3}, {**evaluation(1, 0), "problems": 0}],
+                    answers=[{"step": 0, "prompt": "a", "completion": "b"}])  # fmt: skip
+    (folder / "explanations").mkdir()
+    (folder / "explanations/step-12 (copy).html").touch()
+    (run,) = page_of(folder).data()["runs"]
+    assert run["signs"] == [{"step": 3, "warnings": [said]}]
+    assert run["samples"] == [{"step": 1, "prompt": 0, "completion": "b"}]
+    assert not (run["evaluations"] or run["answers"] or run["about"] or run["pages"])
+
+
 def test_500_steps_take_0_2_seconds_and_0_6_mb(tmp_path):
     """With 40 metrics, 404 completions, and 11 evaluations of 200 problems."""
     words = "one two three four five " * 10
@@ -296,6 +338,7 @@ def test_rules_of_curves():
         # a spike is no plateau, and a point of its own; a gap stays one
         "smoothed([1, 1, 1, 9, 1, 1, 1], [0, 3, 5], 7)": [1, 1, 1],
         "smoothed([1, null, 3], [0, 1, 2], 2)": [1, None, 3],
+        "smoothed([0, 1, 2, 3, 5], [0, 2, 4], 3)": [0.5, 2, 4],
         "outliers([1, 1.1, 9, 1, 1], [1, 1, 1, 1, 1], { at: x => x, low: 0, high: 10 })": [2],
         "thin([5, 1, 7], [0, 1, 2])": [0, 1, 2],
         "thin(Array.from({ length: 5000 }, (_, i) => i === 777 ? 9 : 0), "

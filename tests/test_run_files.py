@@ -139,6 +139,12 @@ def test_a_gpu_without_a_name_has_that_of_its_kind():
     assert about._name_of(torch.device("mps")) == "mps"
 
 
+@pytest.mark.parametrize(("threads", "end"), ((1, ", 1 thread"), (2, ", 2 threads")))
+def test_a_cpu_has_its_threads(monkeypatch, threads, end):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert about._name_of(torch.device("cpu")).endswith(end)
+
+
 def test_the_terminal_tells_prompt_completion_and_answer_apart():
     """A prompt with an example in it, too."""
     row = {"prompt": "Q: 1 + 1?\nA: 2\n\nQ: 2 + 2?", "answer": "4", "ended": True, "advantage": 1}

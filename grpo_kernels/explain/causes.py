@@ -177,7 +177,9 @@ class _Step:
         for i, (b, t) in zip(order[:3], places, strict=False):
             first = int(torch.searchsorted(self.sequence, b))
             word = "" if texts is None else f" {texts[b][i - first][:20]!r}"
-            number = f"{100 * size[i]:.2g} %" if size is self.part else f"{size[i]:.3g}"
+            large = 1e3 <= abs(size[i]) < 1e6
+            number = f"{size[i]:,.0f}" if large else f"{size[i]:.3g}"
+            number = f"{100 * size[i]:.2g} %" if size is self.part else number
             worst.append(f"sequence {b} token {t}{word} {number}")
         known = {"limit": self.limit, "share": found.share, **found.values}
         known |= {"tokens": _count(chosen), "sequences": _count(self.sums(chosen) > 0, "sequence")}

@@ -15,9 +15,9 @@ function noisy(y) {
   const v = y.filter(known), all = sorted(v), bends = sorted(v.slice(2).map((x, i) => Math.abs(x - 2 * v[i + 1] + v[i])));
   return quantile(bends, .5) > .002 * (quantile(all, .95) - quantile(all, .05));
 }
-// Of the last n values at each place, or 50 to 99 of them, the mean of the middle 40 %: a spike does not become a plateau.
+// Of the n values around each place, or 50 to 99 of them, the mean of the middle 40 %: no lag, and a spike does not become a plateau.
 const smoothed = (y, places, n, each = Math.max(1, Math.floor(n / 50))) => places.map(i => {
-  const v = sorted(y.slice(Math.max(0, i - n + 1), i + 1).filter((x, k, all) => known(x) && (all.length - 1 - k) % each === 0));
+  const start = Math.max(0, i - (n >> 1)), v = sorted(y.slice(start, i + (n >> 1) + 1).filter((x, k) => known(x) && (i - start - k) % each === 0));
   const off = Math.floor(.3 * v.length), middle = v.slice(off, v.length - off);
   return known(y[i]) ? sum(middle) / middle.length : null;
 });
@@ -147,7 +147,7 @@ function drawChart(c, left) {
   Object.assign(c, { left, right, top, bottom, X, dot, line, over: draw("g", {}) });
   const g = scale.ticks.map(t => Math.round(Y(t)) + .5).flatMap((y, i) => [line("grid", left, right, y, y), text(left - 7, y + 3.5, "end", c.ticks[i])]);
   g.push(line("base", left, right, bottom + .5, bottom + .5));
-  for (const t of nice(...zoom, Math.max(2, Math.floor(width / 90))).filter(Number.isInteger)) {
+  for (const t of nice(...zoom, Math.max(2, Math.floor(width / 70))).filter(Number.isInteger)) {
     const edge = X(t) > right - 12;
     g.push(text(edge ? right : X(t), bottom + 16, edge ? "end" : "middle", t.toLocaleString("en")));
   }
@@ -163,7 +163,7 @@ function drawChart(c, left) {
   }
   for (const s of warned) if (within(s)) g.push(draw("path", { class: "mark", d: `M${X(s) - 3.5},${bottom + 5}h7l-3.5,-5z` }));
   c.plot.replaceChildren(draw("svg", { height, viewBox: `0 0 ${width} ${height}`, ...hidden }, ...g, c.over));
-  c.button.textContent = c.log ? "log scale" : "linear scale";
+  c.button.ariaPressed = String(c.log);
 }
 
 // The step under the cursor: a line in every picture, and its values in the legends. Without one, the last values.
@@ -181,7 +181,7 @@ function point() {
     const said = [], marks = step !== null && within(step) ? [c.line("cursor", c.X(step), c.X(step), c.top, c.bottom)] : [];
     for (const s of c.curves) {
       const i = placeOf(s, step);
-      s.out.textContent = i < 0 ? "\u2013" : form(c.unit, s.y[i]) + (s.low && !many ? ` (${percent(s.low[i])} to ${percent(s.high[i])})` : "");
+      s.out.textContent = i < 0 ? "\u2013" : s.low ? tenths(s.y[i]) + (many ? "" : ` (${interval({ low: s.low[i], high: s.high[i] })})`) : form(c.unit, s.y[i]);
       said.push(`${many ? `${show(R[s.run].name)}, ` : ""}${s.names.join(" = ")} ${s.out.textContent}`);
       if (i >= 0 && step !== null && within(s.x[i])) marks.push(c.dot(s, s.x[i], s.y[i], 4, "point"));
     }
@@ -195,8 +195,8 @@ function point() {
   summary.textContent = `Every value of step ${of}`;
   if ($("values").open) list.replaceChildren(...every.map(k => box("div", "", muted(show(k)), make("span", value(k)))));
 }
-function setZoom(a, b) {
-  const middle = (a + b) / 2, half = Math.max(Math.abs(b - a), Math.min(4, last - first)) / 2;
+function setZoom(...ends) {
+  const [a, b] = ends.map(s => Math.max(first, Math.min(last, s))), middle = (a + b) / 2, half = Math.max(Math.abs(b - a), Math.min(4, last - first)) / 2;
   zoom = [Math.max(first, Math.floor(middle - half)), Math.min(last, Math.ceil(middle + half))];
   redraw();
 }
@@ -212,10 +212,10 @@ function redraw() {
 }
 function pin(step, run) {
   [pinned, cursor] = [step, null];
-  history.replaceState(null, "", step === null ? location.pathname : `#step-${step}`);
   if (run !== undefined && R[run].kept.length && chosen() !== R[run]) { $("run").value = run; drawStrip(); }
   if (step !== null && chosen()) showSample(nearest(chosen().kept, step));
   point();
+  try { history.replaceState(null, "", step === null ? location.pathname + location.search : `#step-${step}`); } catch { /* a frame without an address */ }
 }
 function listen(c) {
   const inside = s => Math.max(zoom[0], Math.min(zoom[1], s)), part = e => (e.clientX - c.plot.getBoundingClientRect().left - c.left) / (c.right - c.left);
@@ -233,7 +233,7 @@ function listen(c) {
   });
   on("keydown", e => {
     const list = steps.filter(within), now = nearest(list, cursor ?? pinned ?? zoom[1]), to = jump(e, list.indexOf(now), list.length), wide = zoom[1] - zoom[0];
-    if (to !== undefined) pin(list[to]);
+    if (list[to] !== undefined) pin(list[to]);
     else if (e.key === "+" || e.key === "=") setZoom(now - wide / 4, now + wide / 4);
     else if (e.key === "-") setZoom(zoom[0] - wide / 2 - 1, zoom[1] + wide / 2 + 1);
     else if (e.key === "Escape") { pin(null); setZoom(first, last); } else return;
@@ -241,16 +241,16 @@ function listen(c) {
   });
 }
 function buildCharts() {
-  for (const name of new Set([...charts.map(c => c.section), ...(R.some(r => r.columns.has("seconds")) ? ["Cost"] : [])])) {
+  for (const name of new Set([...charts.map(c => c.section), ...(every.some(k => k.startsWith("seconds/")) ? ["Cost"] : [])])) {
     const grid = box("div", "charts");
     $("charts").append(make("h3", name), ...(name === "Cost" ? [Object.assign(make("div"), { id: "time" })] : []), grid);
     for (const c of charts.filter(x => x.section === name)) {
       for (const s of c.curves) s.out = make("b");
-      c.button = Object.assign(button("", "", () => { c.log = !c.log; redraw(); }), { hidden: !c.decades });
+      c.button = Object.assign(button("log scale", "", () => { c.log = !c.log; redraw(); }), { hidden: !c.decades });
       c.plot = Object.assign(box("div", "plot"), { tabIndex: 0, role: "slider", ariaLabel: c.title, ariaValueMin: String(first), ariaValueMax: String(last) });
       const legend = c.metrics.map(k => {
         const of = c.curves.filter(s => s.key === k), name = c.several ? [muted(`${of[0].names.join(" = ")} `)] : [];
-        return box("span", "", ...(many ? [...name, ...of.flatMap(s => [" ", swatch(s), s.out, " "])] : [swatch(of[0]), ...name, of[0].out]));
+        return box("span", "", ...(many ? [...name, ...of.flatMap(s => [swatch(s), s.out, "  "])] : [swatch(of[0]), ...name, of[0].out]));
       });
       grid.append(box("figure", c.wide ? "wide" : "", box("figcaption", "", make("h4", c.title), c.button), box("div", "legend", ...legend), c.plot));
       listen(c);
@@ -258,23 +258,23 @@ function buildCharts() {
   }
 }
 
-// Where a step's time goes: means over the steps shown. Seconds of head and loss are a part of those of `train`.
+// Where a step's time goes: means of steps, those without a value count as 0. Seconds of head and loss are a part of those of `train`.
+function parts(r, where) {
+  const n = r.steps.filter(where).length || 1, mean = k => sum((r.columns.get(k) ?? []).filter((x, i) => known(x) && where(r.steps[i]))) / n;
+  const head = mean("seconds/head"), rest = ["rest of train", Math.max(0, mean("seconds/train") - head)];
+  const of = k => k === "train" && head ? [["head and loss", head], rest] : [[k, mean(`seconds/${k}`)]];
+  return new Map(every.filter(k => k.startsWith("seconds/") && k !== "seconds/head").flatMap(k => of(k.slice(8))));
+}
 function drawTime() {
-  const bars = R.map(r => {
-    const mean = k => { const v = (r.columns.get(k) ?? []).filter((x, i) => known(x) && within(r.steps[i])); return v.length ? sum(v) / v.length : 0; };
-    const head = mean("seconds/head"), rest = ["rest of train", Math.max(0, mean("seconds/train") - head)];
-    const of = k => k === "train" && head ? [["head and loss", head], rest] : [[k, mean(`seconds/${k}`)]];
-    return new Map(every.filter(k => k.startsWith("seconds/") && k !== "seconds/head").flatMap(k => of(k.slice(8))));
-  });
-  const all = bars.map(x => sum([...x.values()])), names = [...new Set(bars.flatMap(x => [...x.keys()]))];
+  const bars = R.map(r => parts(r, within)), all = bars.map(x => sum([...x.values()])), names = [...new Set(bars.flatMap(x => [...x.keys()]))];
   const title = `Where a step's time goes: means of steps ${Math.max(1, zoom[0])} to ${zoom[1]}`;
-  $("time")?.replaceChildren(...(names.length ? [make("h4", title)] : []), ...bars.flatMap((parts, run) => {
+  $("time")?.replaceChildren(...(names.length ? [make("h4", title)] : []), ...bars.flatMap((of, run) => {
     const bar = box("div", "parts"), list = box("div", "list number");
     names.forEach((k, i) => {
-      const s = parts.get(k) ?? 0, share = s / (all[run] || 1), block = box("i", `c${i % 6}`);
+      const s = of.get(k) ?? 0, share = s / (all[run] || 1), colour = `c${i % 6}${i > 5 ? " again" : ""}`, block = box("i", colour);
       block.style.flex = `${share} 0 0`;
       if (share > .002) bar.append(block);
-      list.append(box("span", "", box("i", `dot c${i % 6}`), muted(`${show(k)} `), make("b", time(s)), muted(` ${percent(share)}`)));
+      list.append(box("span", "", box("i", `dot ${colour}`), muted(`${show(k)} `), make("b", time(s)), muted(` ${tenths(share)}`)));
     });
     bar.style.width = `${100 * all[run] / (most(all) || 1)}%`;
     return names.length ? [...(many ? [make("div", `${show(R[run].name)}: ${time(all[run])}`, "small")] : []), bar, list] : [];

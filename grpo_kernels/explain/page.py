@@ -94,18 +94,18 @@ def _place(title: str, page: Path) -> tuple[str, dict[str, str]]:
     here = _STEP.fullmatch(page.name)
     if page.parent.name != "explanations" or not here:
         return title, dict.fromkeys(("REPORT", "PREVIOUS", "NEXT"), "")
-    step, others = int(here[1]), _pages(page.parent)
+    step, others = int(here[1]), pages(page.parent)
     # The trainer writes the first file at once, the second later; other trainers have neither.
     run = page.parents[1]
     report = any((run / x).exists() for x in ("about.json", "report.html"))
     return f"Step {step} of {run.name}", {
-        "REPORT": "../report.html" * report,
+        "REPORT": f"../report.html#step-{step}" * report,
         "PREVIOUS": ["", *(name for number, name in others.items() if number < step)][-1],
         "NEXT": [*(name for number, name in others.items() if number > step), ""][0],
     }
 
 
-def _pages(folder: Path) -> dict[int, str]:
+def pages(folder: Path) -> dict[int, str]:
     """The names of the pages of steps, by step, in order."""
     found = (_STEP.fullmatch(path.name) for path in folder.glob("step-*.html"))
     return dict(sorted((int(name[1]), name[0]) for name in found if name))
@@ -113,7 +113,7 @@ def _pages(folder: Path) -> dict[int, str]:
 
 def link_next(folder: Path, step: float, name: str) -> None:
     """Has the last page before a step lead to this one as the next; to none, if it is empty."""
-    for page in [folder / x for number, x in _pages(folder).items() if number < step][-1:]:
+    for page in [folder / x for number, x in pages(folder).items() if number < step][-1:]:
         place, scratch = rb'(<a rel="next" href=")[^"]*', page.with_suffix(".tmp")
         scratch.write_bytes(re.sub(place, rb"\g<1>" + name.encode(), page.read_bytes(), count=1))
         scratch.replace(page)

@@ -7,18 +7,18 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median_low
 from typing import Any
 from urllib.parse import quote
 
 from ..base.text import printable
-from .page import render
+from .page import pages, render
 from .records import read_rows
 
 Run = Mapping[str, Any]
 MOST = 6  # runs on a page, which has six colours
 TEXTS, LONGEST = 2_000_000, 6_000  # characters of all prompts, of completions; and of one
-SIGNS, SIZE = ("step", "warnings", "explained"), ("prompts_per_step", "num_generations")
+DATA, SIZE = ("dataset", "dataset_config"), ("prompts_per_step", "num_generations")
 
 
 def write(folders: Sequence[str | Path], output: str | Path) -> str:
@@ -55,19 +55,21 @@ def _run(folder: Path, output: Path, prompts: dict[str, int]) -> dict[str, Any]:
     rows = {row["step"]: row for row in read_rows(folder / "metrics.jsonl")}.values()
     if not (options := _values(folder / "config.json")):
         raise ValueError(f"folder: expected a run's, with its config.json; got {folder}")
-    samples = read_rows(folder / "samples.jsonl")
+    samples = _rows(folder / "samples.jsonl", "prompt", "completion")
+    evaluations = _rows(folder / "evaluations.jsonl", "problems", "accuracy", "low", "high")
     longest = min(LONGEST, TEXTS // (len(samples) or 1))
-    names = dict.fromkeys(k for row in rows for k, x in row.items() if _short(x) is not None)
+    names = dict.fromkeys(k for row in rows for k in row if k != "step")
+    columns = {k: [_short(row.get(k)) for row in rows] for k in names}
     run = {
         "options": options, "about": _values(folder / "about.json"),
-        "evaluations": [e for e in read_rows(folder / "evaluations.jsonl") if e.get("problems")],
+        "evaluations": [*{e["step"]: e for e in evaluations if e["problems"]}.values()],
         "answers": _answers(folder / "answers.jsonl", prompts),
         "steps": [row["step"] for row in rows],
-        "columns": {k: [_short(row.get(k)) for row in rows] for k in names if k != "step"},
-        "signs": [{k: row[k] for k in SIGNS if k in row} for row in rows if row.keys() & SIGNS[1:]],
+        "columns": {k: v for k, v in columns.items() if any(x is not None for x in v)},
+        "signs": [signs for row in rows if len(signs := _signs(row)) > 1],
         "samples": [{**x, "prompt": prompts.setdefault(_text(x["prompt"]), len(prompts)),
                      "completion": _cut(x["completion"], longest)} for x in samples],
-        "pages": sorted(int(x.stem[5:]) for x in folder.glob("explanations/step-[0-9]*.html")),
+        "pages": [*pages(folder / "explanations")],
         "up": quote(os.fsencode(os.path.relpath(folder, output.parent).replace(os.sep, "/"))),
     }  # fmt: skip
     return run | {"change": _difference(run, 0, run)}
@@ -79,6 +81,18 @@ def _values(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8", errors="replace")))
     except (OSError, TypeError, ValueError, RecursionError):
         return {}
+
+
+def _rows(path: Path, *keys: str) -> list[dict[str, Any]]:
+    return [row for row in read_rows(path) if row.keys() >= {*keys}]
+
+
+def _signs(row: Run) -> dict[str, Any]:
+    """The step of a row, its warnings and why it was explained, as far as they are of our form."""
+    warnings, explained = row.get("warnings"), row.get("explained")
+    found = [x for x in warnings if isinstance(x, dict)] if isinstance(warnings, list) else []
+    signs = {"warnings": found, "explained": explained if isinstance(explained, dict) else None}
+    return {"step": row["step"], **{name: x for name, x in signs.items() if x}}
 
 
 def _short(x: Any) -> float | None:
@@ -104,7 +118,7 @@ def _text(prompt: Any) -> str:
 
 def _answers(path: Path, prompts: dict[str, int]) -> dict[int, dict[int, list[Any]]]:
     """Answers by step and prompt: correct, right answer, answer; the text at the first and last."""
-    rows = [row for row in read_rows(path) if "sample" not in row]
+    rows = [row for row in _rows(path, "prompt", "completion", "correct") if "sample" not in row]
     of: dict[int, dict[int, list[Any]]] = {step: {} for step in sorted({r["step"] for r in rows})}
     ends = {*[*of][:1], *[*of][-1:]}
     longest = max(400, min(LONGEST, TEXTS * len(of) // (2 * len(rows) or 1)))
@@ -127,12 +141,12 @@ def _summary(run: Run) -> str:
     parts = []
     if total := sum(seconds):
         n = len(seconds)
-        parts.append(f"{n:,} step{'s' * (n > 1)} of {total / n:.3g} s")
-        parts.append(f"{tokens / total:,.0f} completion tokens per second")
+        parts.append(f"{n:,} step{'s' * (n > 1)}, median {median_low(seconds):.3g} s")
+        parts += [f"{tokens / total:,.0f} completion tokens per second"] if tokens else []
     if rewards:
         n = max(1, min(max(5, len(rewards) // 20), len(rewards) // 2))
         first, last = fmean(rewards[:n]), fmean(rewards[-n:])
-        parts.append(f"reward {first:.3f} -> {last:.3f} (first and last {n})")
+        parts.append(f"reward {first:.3f} -> {last:.3f} (first and last {n:,})")
     parts += [f"peak memory {max(memory):.2f} GiB"] if memory else []
     return f"{run['name']}: {'; '.join(parts) or 'no step is done yet'}"
 
@@ -166,7 +180,7 @@ def _difference(x: Run, i: int, y: Run) -> dict[str, Any]:
 def _verdict(run: Run) -> str:
     """Says in a sentence what came of a run."""
     evaluations, change, steps = run["evaluations"], run["change"], run["steps"]
-    text, planned = "No held-out problems were answered.", run["options"].get("steps", 0)
+    text = "No held-out problems were answered." if steps else "No step is done yet."
     if evaluations:
         old, new = _percent(run, 0), _percent(run)
         said = f"stayed at {new}" if change and old == new else f"is {new}"
@@ -174,11 +188,12 @@ def _verdict(run: Run) -> str:
             rose = evaluations[-1]["accuracy"] > evaluations[0]["accuracy"]
             how = ("fell", "rose")[rose] if change["beyond"] else "went"
             said = f"{how} from {old} to {new}{', a difference within chance' * (how == 'went')}"
-        n = f"{evaluations[-1]['problems']:,} problems that were not trained on"
+        n = _problems(evaluations[-1]["problems"])
         turned = ": {up:,} turned right, {down:,} wrong".format(**change) if "up" in change else ""
         text = f"Held-out accuracy {said}, on {n}{turned}."
-    left = f" {steps[-1]:,} of {planned:,} steps are done." if steps and steps[-1] < planned else ""
-    return text + left
+    if steps and steps[-1] < (planned := run["options"].get("steps", 0)):
+        text += f" Step {steps[-1]:,} of {planned:,} is done."
+    return text
 
 
 def _comparison(runs: Sequence[dict[str, Any]]) -> str:
@@ -186,17 +201,25 @@ def _comparison(runs: Sequence[dict[str, Any]]) -> str:
     known = [run for run in runs if run["evaluations"]]
     if not known:
         return "No held-out problems were answered in these runs."
+    sets = {tuple(run["options"].get(name) for name in DATA) for run in known}
+    if len(sets) > 1:
+        of = (f"{x['name']} {_percent(x)} of {x['evaluations'][-1]['problems']:,}" for x in known)
+        return f"These runs have different held-out problems: {', '.join(of)} were answered right."
     best = max(known, key=lambda run: run["evaluations"][-1]["accuracy"])
     behind: dict[bool, list[str]] = {False: [], True: []}
     for run in known:
         if run is not best:
             run["behind"] = _difference(best, -1, run)
             behind[run["behind"]["beyond"]].append(f"{run['name']} ({_percent(run)})")
-    problems = best["evaluations"][-1]["problems"]
-    text = f"{best['name']} answers {_percent(best)} of {problems:,} held-out problems"
+    problems = _problems(best["evaluations"][-1]["problems"])
+    text = f"{best['name']} answers {_percent(best)} of {problems}"
     for kind, words in ((False, "within chance of it"), (True, "behind by more than chance")):
         text += f"; {words}: {', '.join(behind[kind])}" if behind[kind] else ""
     return f"{text}."
+
+
+def _problems(n: int) -> str:
+    return f"{n:,} problem{'s' * (n != 1)} not trained on"
 
 
 def _percent(run: Run, which: int = -1) -> str:

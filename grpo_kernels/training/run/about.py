@@ -54,7 +54,8 @@ def _name_of(device: torch.device) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((x.partition(": ")[2] for x in lines if x.startswith("model name")), "CPU")
-    return f"{name}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads != 1)}"
 
 
 def _commit() -> str | None:
