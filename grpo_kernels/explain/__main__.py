@@ -77,7 +77,10 @@ def _kind(path: Path) -> str:
             row = json.loads(file.readline())
         except (ValueError, RecursionError):
             return "log"
-    of_tokens = isinstance(row, dict) and {"tokens", "trainer_logprobs"} & row.keys()
+    # Rows of a run have a number of tokens.
+    of_tokens = isinstance(row, dict) and (
+        "trainer_logprobs" in row or isinstance(row.get("tokens"), dict)
+    )
     return "step" if of_tokens else "log"
 
 
@@ -96,17 +99,21 @@ def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
 
 def _of_log(path: Path, options: Any = None) -> Iterator[str]:
     path = path / "trainer_state.json" if path.is_dir() else path
-    rows, known = logs.read(path)
-    names = {name for row in rows for name in row}
+    rows, known, names = logs.read(path)
     # An evaluation is of weights after a step, or before all of them.
-    steps = len({row["step"] for row in rows if row.keys() - {"step", "held_out_accuracy"}})
-    found = ", ".join(name for name in logs.NAMES if name in names)
+    held_out = {"step", "held_out_accuracy", "held_out_low", "held_out_high"}
+    steps = sum(bool(row.keys() - held_out) for row in rows)
+    found = ", ".join(names[name] for name in [*logs.NAMES][1:] if name in names)
     yield f"{steps} step{'s' * (steps != 1)} of {path}: {found}"
-    yield from _findings(rows, known)
+    if "reward" not in names:
+        yield "The log has no reward: most rules are for logs of GRPO, which have one."
+    yield from _findings(rows, known, names)
 
 
-def _findings(rows: list[dict[str, Any]], options: dict[str, Any]) -> Iterator[str]:
-    found = rules.verdicts(rows, options)
+def _findings(
+    rows: list[dict[str, Any]], options: dict[str, Any], names: dict[str, str]
+) -> Iterator[str]:
+    found = rules.verdicts(rows, options, names)
     for finding in found:
         yield f"{rules.VERDICTS[finding.rule.verdict]}: {finding} [{finding.rule.source}]"
     yield f"Nothing {'else ' if found else ''}stands out."
@@ -125,7 +132,7 @@ def _of_step(path: Path, options: argparse.Namespace) -> Iterator[str]:
     text = page.step_page(explanation, path.name, options.sort or "call", output)
     output.write_text(text, encoding="ascii")
     yield str(explanation)
-    yield from _findings([logs.row_of(explanation)], {})
+    yield from _findings([logs.row_of(explanation)], {}, {})
     yield f"page: {output}"
 
 
