@@ -199,5 +199,5 @@ def test_a_record_of_a_step_and_links_between_pages(tmp_path):
 
 @pytest.mark.parametrize("options", [{"every": -1}, {"factor": math.nan}, {"most": -1}])
 def test_options_of_explained_steps(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected a number >= 0; got"):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected a .*number"):
         ExplainedSteps("unused", **options)

@@ -534,7 +534,9 @@ def test_the_command_answers_in_sentences(tmp_path, capsys):
     command.main([str(tmp_path)])
     first, normal, finding, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"1 step of {tmp_path / 'trainer_state.json'}: loss, grad_norm, ")
-    assert normal.startswith("normal: sampling/sampling_logp_difference/mean was 0.02 nats at first, 0.02 at last. Kernels")
+    assert normal.startswith(
+        "normal: sampling/sampling_logp_difference/mean was 0.02 nats at first, 0.02 at last. Kernels"
+    )
     assert finding.startswith("look at this: kl is 6.8e+09 at step 1. k3 grows exponentially")
     assert finding.endswith("[torchforge #664, TRL #3015]")
     assert last == "Nothing else stands out."
@@ -565,7 +567,10 @@ def test_runs_get_a_page_and_the_rules(tmp_path, written, capsys):
     command.main([str(folders[0])])
     first, page, log, *findings, last = capsys.readouterr().out.splitlines()
     assert (first, page) == ("Accuracy rose.", f"page: {folders[0] / 'report.html'}")
-    assert log.endswith("metrics.jsonl: loss, grad_norm, reward") and last == "Nothing else stands out."
+    assert (
+        log.endswith("metrics.jsonl: loss, grad_norm, reward")
+        and last == "Nothing else stands out."
+    )
     assert [x.split(". ")[0] for x in findings] == [
         "normal: loss is 0, grad_norm is 1", "normal: the log has no kl",
     ]  # fmt: skip

@@ -7,12 +7,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from .explanation import SHARES, Explanation, group_sums
-from .records import LARGEST
+from .records import LARGEST, text_of
 
 # prime-rl's names of the columns that both have. Its ratio is the policy's to the sampler's.
 _PRIME_RL = {
@@ -41,7 +41,15 @@ def read(path: str | Path) -> Explanation:
     """
     path, rows = Path(path), list[Row]()
     if path.suffix == ".parquet":
-        _parse(path, "row", _read_parquet(path), _trl, rows)
+        try:
+            from pyarrow import parquet
+
+            table = parquet.read_table(path).to_pylist()
+        except ImportError as error:
+            raise ImportError(f"{path}: parquet files need pyarrow: pip install pyarrow") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        _parse(path, "row", table, _trl, rows)
     else:
         for file in sorted(path.glob("rank_*.jsonl")) if path.is_dir() else [path]:
             _parse(file, "line", file.read_bytes().splitlines(), _line, rows)
@@ -109,43 +117,21 @@ def _prime_rl(row: dict[str, Any]) -> Row:
     return sequence, tokens | {"clip": [high - low for low, high in ends]}
 
 
-def _read_parquet(path: Path) -> list[Any]:
-    try:
-        from pyarrow import parquet
-
-        return list(parquet.read_table(path).to_pylist())
-    except ImportError as error:
-        raise ImportError(f"{path}: parquet files need pyarrow: pip install pyarrow") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 def _trl(row: dict[str, Any]) -> Row:
     """Returns the words of a row of TRL."""
     for name in ("prompt", "completion", "advantage"):
         _expect(name in row, f"a column {name}", [*row])
+    for name in ("prompt", "completion"):
+        x = row[name] if isinstance(row[name], list) else [{}] * isinstance(row[name], str)
+        _expect(x and all(isinstance(m, dict) for m in x), f"{name}: a text or messages", row[name])
     (advantage,) = _column("advantage", [row.pop("advantage")], 1, "advantage")
-    prompt, completion = (_text(name, row[name]) for name in ("prompt", "completion"))
+    prompt, completion = text_of(row["prompt"]), text_of(row["completion"])
     floats = {name: x for name, x in row.items() if isinstance(x, float)}
     rewards = {"reward": next(iter(floats.values()))} if len(floats) == 1 else floats
     words = re.findall(r"\s*\S+|\s+", completion)
     tokens = {"position": [*range(len(words))], "text": words}
     sequence = {"group": prompt, "prompt": prompt, "advantage": advantage, **rewards}
     return sequence, tokens | {"advantage": [advantage] * len(words)}
-
-
-def _text(name: str, x: object) -> str:
-    """The text of a column: itself, or that of messages, whose content may be in parts."""
-    if isinstance(x, str):
-        return x
-    messages = isinstance(x, list) and all(isinstance(m, dict) for m in x)
-    _expect(messages, f"{name}: a text or messages", x)
-    contents = [m.get("content") or "" for m in cast(list[dict[str, Any]], x)]
-    parts = [[{"text": c}] if isinstance(c, str) else c for c in contents]
-    return "\n".join(
-        "".join(str(part.get("text") or "") for part in each if isinstance(part, dict))
-        for each in parts
-    )
 
 
 def _explanation(path: Path, rows: Sequence[Row]) -> Explanation:

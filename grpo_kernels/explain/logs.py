@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .explanation import Explanation
-from .records import read_rows
+from .records import read_rows, read_values
 
 # Our names, and what others call the same: TRL and ms-swift, verl, torchforge; the first one wins.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -86,12 +86,9 @@ def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, st
 
 def _options(path: Path) -> dict[str, Any]:
     """The numbers among a run's options and its dtype, which stands in a model's config, too."""
-    try:
-        values = json.loads(path.with_name("config.json").read_text())
-    except (OSError, ValueError, RecursionError):
+    if path.name not in ("metrics.jsonl", "trainer_state.json"):
         return {}
-    if not isinstance(values, dict) or path.name not in ("metrics.jsonl", "trainer_state.json"):
-        return {}
+    values = read_values(path.with_name("config.json"))
     dtype = values.get("dtype", values.get("torch_dtype"))
     numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
     return numbers | {"dtype": "bf16" if dtype == "bfloat16" else dtype}
@@ -173,22 +170,21 @@ def _number(x: Any) -> float | None:
 
 def row_of(explanation: Explanation) -> dict[str, Any]:
     """Returns the metrics of a step that its tokens tell, as a row."""
-    columns, row = explanation.columns, dict[str, Any](step=1)
-    for name, column in (("entropy", "entropy"), ("kl", "kl"), ("sampler_gap", "sampler_gap")):
-        if (x := columns.get(column)) is not None and (x := x[x.isfinite()]).numel():
+    columns, sequences = explanation.columns, explanation.sequences
+    row = dict[str, Any](step=1)
+    for name in columns.keys() & {"entropy", "kl", "sampler_gap"}:
+        if (x := columns[name][columns[name].isfinite()]).numel():
             x = x.abs() if name == "sampler_gap" else x
             row |= {name: x.mean().item(), f"{name}_max": x.max().item()}
-    if (clip := columns.get("clip")) is not None and not clip.isnan().all():
+    if "clip" in columns and not (clip := columns["clip"]).isnan().all():
         row["clip_ratio/region_mean"] = (clip.nan_to_num() != 0).float().mean().item()
-    groups = [
-        {explanation.sequences[i].get("reward") for i in group["sequences"]}
-        for group in explanation.groups
-        if group["group"] is not None and len(group["sequences"]) > 1
-    ]
-    known = [rewards for rewards in groups if None not in rewards]
-    if known:
-        row["groups_equal"] = sum(len(rewards) == 1 for rewards in known) / len(known)
-    cut = [x.get("truncated") for x in explanation.sequences]
+    spreads = [
+        x["reward_std"] for x in explanation.groups if x["group"] is not None
+        and len(x["sequences"]) > 1 and all("reward" in sequences[i] for i in x["sequences"])
+    ]  # fmt: skip
+    if spreads:
+        row["groups_equal"] = sum(x < 1e-9 for x in spreads) / len(spreads)
+    cut = [x.get("truncated") for x in sequences]
     if None not in cut:
         row["truncated"] = sum(x == 1 for x in cut) / len(cut)
     return row

@@ -207,7 +207,9 @@ def hacking(log: Log) -> str:
     falls = max(means) - means[-1] > max(0.049, 3 * max(spread, default=0.0))
     if not falls or now - was <= max(0.05 * abs(was), 2 * noise):
         return ""
-    return f"reward went from {was:.3g} to {now:.3g}, {name} from {max(means):.3g} to {means[-1]:.3g}"
+    return (
+        f"reward went from {was:.3g} to {now:.3g}, {name} from {max(means):.3g} to {means[-1]:.3g}"
+    )
 
 
 def gap(log: Log, kind: str) -> str:
@@ -226,7 +228,9 @@ def gap(log: Log, kind: str) -> str:
     else:
         found = "product" if ratio_is <= 0.9 else "rounding"
     saw = f"sampler_gap was {first:.2g} nats at first, {last:.2g} at last"
-    saw += f", {max(largest):.2g} at most" * any(largest) + f"; mean ratio {ratio_is:.3g}" * bool(ratio)
+    saw += f", {max(largest):.2g} at most" * any(largest) + f"; mean ratio {ratio_is:.3g}" * bool(
+        ratio
+    )
     return saw if found == kind else ""
 
 

@@ -34,28 +34,17 @@ _OF_ALL = _SCALED - {"weight"} | {"gradient_share", "logp", "entropy", "moved"}
 
 
 def explain(
-    out: GRPOLossOutput,
-    targets: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor | None = None,
-    *,
-    old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None,
-    sampling_logps: Tensor | None = None,
-    ce_weights: Tensor | None = None,
-    config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
-    num_items: float | Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    groups: int | Tensor | Sequence[int] | None = None,
+    out: GRPOLossOutput, targets: Tensor | None, advantages: Tensor, mask: Tensor | None = None, *,
+    old_logps: Tensor | None = None, ref_logps: Tensor | None = None,
+    sampling_logps: Tensor | None = None, ce_weights: Tensor | None = None,
+    config: GRPOLossConfig = GRPOLossConfig(), num_items: float | Tensor | None = None,
+    cu_seqlens: Tensor | None = None, groups: int | Tensor | Sequence[int] | None = None,
     rewards: Tensor | Sequence[float] | None = None,
-    truncated: Tensor | Sequence[bool] | None = None,
-    d_hidden: Tensor | None = None,
-    next_logps: Tensor | None = None,
-    prompts: Sequence[str] | None = None,
-    texts: Sequence[Sequence[str]] | None = None,
-    tokenizer: Any = None,
-    thresholds: Thresholds = Thresholds(),  # noqa: B008 - frozen
-) -> Explanation:
+    truncated: Tensor | Sequence[bool] | None = None, d_hidden: Tensor | None = None,
+    next_logps: Tensor | None = None, prompts: Sequence[str] | None = None,
+    texts: Sequence[Sequence[str]] | None = None, tokenizer: Any = None,
+    thresholds: Thresholds = Thresholds(),
+) -> Explanation:  # fmt: skip
     """Shows which tokens a step's loss and gradient come from, and ranks the causes.
 
         hidden, weight = torch.randn(8, 24, 16, requires_grad=True), torch.randn(300, 16)
@@ -67,16 +56,9 @@ def explain(
 
     Args:
         out: the result of `fused_grpo_loss` or `grpo_loss`.
-        targets: as in that call, like the arguments up to `cu_seqlens`; None if tokens have no ids.
-        advantages: `[B]`, `[B, T]` or `[N]`.
-        mask: in the shape of `out.logps`, as are the next four.
-        old_logps: None: on-policy.
-        ref_logps: None if the call had a `reference`.
-        sampling_logps: NaN where the sampler reported none.
-        ce_weights: weights of the cross-entropy term.
-        config: the loss.
-        num_items: the denominator.
-        cu_seqlens: offsets of packed sequences.
+        targets: as in that call, like the arguments up to `cu_seqlens`, but None if tokens have no
+            ids; `ref_logps` None if the call had a `reference`; `sampling_logps` NaN where the
+            sampler reported none.
         groups: the number of completions per prompt, which are consecutive; or `[B]`, the integer
             id of each completion's group. None: no groups.
         rewards: `[B]`, the reward of each completion.
