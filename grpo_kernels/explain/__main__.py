@@ -22,9 +22,6 @@ from .explanation import Explanation
 from .records import read_rows
 from .tokens import decoded
 
-# The options that apply to each kind of PATH.
-_OPTIONS = {"run": ("output",), "log": (), "step": ("output", "sort", "tokenizer")}
-
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
@@ -53,16 +50,16 @@ def _lines(paths: list[Path], options: argparse.Namespace) -> Iterator[str]:
     """Does what the paths ask for; returns what to print."""
     # `.` and `..` have no name for a page.
     paths = [path if path.name.strip(".") else path.resolve() for path in paths]
-    kinds = [_kind(path) for path in paths]
-    for path, kind in zip(paths, kinds, strict=True):
+    kinds = {path: _kind(path) for path in paths}
+    for path, kind in kinds.items():
         if len(paths) > 1 and kind != "run":
             raise ValueError(f"PATH: expected one path, or several runs; got {path}, a {kind}")
-    for name in ("output", "sort", "tokenizer"):
-        if getattr(options, name) is not None and name not in _OPTIONS[kinds[0]]:
-            raise ValueError(f"--{name}: expected none for a {kinds[0]}; leave it out")
-    if kinds[0] == "run":
+    for name in {"run": ("sort", "tokenizer"), "log": vars(options), "step": ()}[kind]:
+        if name != "paths" and getattr(options, name) is not None:
+            raise ValueError(f"--{name}: expected none for a {kind}; leave it out")
+    if kind == "run":
         return _of_runs(paths, options.output)
-    return (_of_log if kinds[0] == "log" else _of_step)(paths[0], options)
+    return _of_log(paths[0]) if kind == "log" else _of_step(paths[0], options)
 
 
 def _kind(path: Path) -> str:
@@ -77,11 +74,9 @@ def _kind(path: Path) -> str:
             row = json.loads(file.readline())
         except (ValueError, RecursionError):
             return "log"
-    # Rows of a run have a number of tokens.
-    of_tokens = isinstance(row, dict) and (
-        "trainer_logprobs" in row or isinstance(row.get("tokens"), dict)
-    )
-    return "step" if of_tokens else "log"
+    row = row if isinstance(row, dict) else {}
+    of_tokens = "trainer_logprobs" in row or isinstance(row.get("tokens"), dict)
+    return "step" if of_tokens else "log"  # whose rows may have a number of tokens
 
 
 def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
@@ -97,7 +92,7 @@ def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
             yield from _of_log(path)
 
 
-def _of_log(path: Path, options: Any = None) -> Iterator[str]:
+def _of_log(path: Path) -> Iterator[str]:
     path = path / "trainer_state.json" if path.is_dir() else path
     rows, known, names = logs.read(path)
     # An evaluation is of weights after a step, or before all of them.
@@ -110,10 +105,8 @@ def _of_log(path: Path, options: Any = None) -> Iterator[str]:
     yield from _findings(rows, known, names)
 
 
-def _findings(
-    rows: list[dict[str, Any]], options: dict[str, Any], names: dict[str, str]
-) -> Iterator[str]:
-    found = rules.verdicts(rows, options, names)
+def _findings(*log: Any) -> Iterator[str]:
+    found = rules.verdicts(*log)
     for finding in found:
         yield f"{rules.VERDICTS[finding.rule.verdict]}: {finding} [{finding.rule.source}]"
     yield f"Nothing {'else ' if found else ''}stands out."
@@ -132,7 +125,7 @@ def _of_step(path: Path, options: argparse.Namespace) -> Iterator[str]:
     text = page.step_page(explanation, path.name, options.sort or "call", output)
     output.write_text(text, encoding="ascii")
     yield str(explanation)
-    yield from _findings([logs.row_of(explanation)], {}, {})
+    yield from _findings([logs.row_of(explanation)])
     yield f"page: {output}"
 
 

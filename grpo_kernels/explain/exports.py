@@ -28,12 +28,11 @@ Row = tuple[dict[str, Any], dict[str, list[Any]]]
 def read(path: str | Path) -> Explanation:
     """Reads a file of `write_jsonl`, or an export of TRL or prime-rl, without ranking causes.
 
-    - prime-rl, `token_exports/step_N/rank_R.jsonl`, or the folder of a step: ids, log-probs,
-      entropy, ratio and gap to the sampler, advantage and dropped tokens, for trained tokens only;
-      rewards. Sequences with the same tokens up to the first trained one are a group.
+    - prime-rl, `token_exports/step_N/rank_R.jsonl` or a step's folder: trained tokens only.
+      Sequences with the same tokens up to the first trained one are a group.
     - TRL, `completions/completions_N.parquet` of `log_completions`: words instead of tokens, with
-      the advantage as their only number; no length. Equal prompts are a group. A single column of
-      floats is the reward; several are kept separate, because the file has no weights for them.
+      the advantage as their only number. Equal prompts are a group. A single column of floats is
+      the reward; several stay apart, because the file has no weights for them.
 
     Raises:
         ValueError: naming file and line, what was expected and what came.
@@ -122,8 +121,9 @@ def _trl(row: dict[str, Any]) -> Row:
     for name in ("prompt", "completion", "advantage"):
         _expect(name in row, f"a column {name}", [*row])
     for name in ("prompt", "completion"):
-        x = row[name] if isinstance(row[name], list) else [{}] * isinstance(row[name], str)
-        _expect(x and all(isinstance(m, dict) for m in x), f"{name}: a text or messages", row[name])
+        x = row[name]
+        known = isinstance(x, list) and all(isinstance(message, dict) for message in x)
+        _expect(known or isinstance(x, str), f"{name}: a text or messages", x)
     (advantage,) = _column("advantage", [row.pop("advantage")], 1, "advantage")
     prompt, completion = text_of(row["prompt"]), text_of(row["completion"])
     floats = {name: x for name, x in row.items() if isinstance(x, float)}

@@ -108,8 +108,8 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
     "Grad norm 0, NaN or a spike?": (
         Rule("gradient", "stop", 1, signs.bad_gradient, "unsloth #3006, ms-swift #3136",
              "Loss or grad norm is NaN or infinite",
-             "grpo_kernels skips the update, and so does a scaler for float16, to which it happens "
-             "in first steps; others may lose the weights",
+             "grpo_kernels skips the update, as float16's loss scaling does in first steps; others "
+             "may lose the weights",
              "Lower learning_rate, and look for NaN in the model"),
         Rule("loss_scale", "normal", 1, signs.scaled, "arXiv 1710.03740",
              "Gradients too large for float16 in first steps",
@@ -146,8 +146,9 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
              "A sequence's ratio is the product of its tokens', and is capped or masked",
              "Set is_correction token_truncate (TRL: vllm_importance_sampling_mode)"),
         Rule("gap_temperature", "look", 0, partial(signs.gap, kind="temperature"),
-             "TRL #4159, #6789", "The gap is 0.1 to 1 nats from the first step, or above 0.02 with "
-             "a ratio of 0.9 to 0.97", "Temperature, top-p, top-k or min-p of the sampler is not in the loss",
+             "TRL #4159, #6789",
+             "The gap is 0.1 to 1 nats from the first step, or 0.02 with a ratio of 0.9 to 0.97",
+             "Temperature, top-p, top-k or min-p of the sampler is not in the loss",
              "Keep replay_support on, use one temperature"),
         Rule("gap_weights", "stop", 0, partial(signs.gap, kind="weights"), "ms-swift #9855",
              "The gap is small at first, and grows fourfold, above 0.1 nats",

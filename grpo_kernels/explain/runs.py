@@ -64,8 +64,11 @@ def _run(folder: Path, output: Path, prompts: dict[str, int]) -> dict[str, Any]:
         "steps": [row["step"] for row in rows],
         "columns": {k: [_short(row.get(k)) for row in rows] for k in names if k != "step"},
         "signs": [{k: row[k] for k in SIGNS if k in row} for row in rows if row.keys() & SIGNS[1:]],
-        "samples": [{**x, "prompt": prompts.setdefault(text_of(x["prompt"], "system"), len(prompts)),
-                     "completion": _cut(x["completion"], longest)} for x in samples],
+        "samples": [
+            {**x, "completion": _cut(x["completion"], longest),
+             "prompt": prompts.setdefault(text_of(x["prompt"], "system"), len(prompts))}
+            for x in samples
+        ],
         "pages": sorted(int(x.stem[5:]) for x in folder.glob("explanations/step-[0-9]*.html")),
         "up": quote(os.fsencode(os.path.relpath(folder, output.parent).replace(os.sep, "/"))),
     }  # fmt: skip
