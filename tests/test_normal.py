@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,6 +176,7 @@ EDGES = (
     (steps(sampler_gap=[0.9]), {}, "gap_temperature"),
     (steps(sampler_gap=[1.1]), {}, "gap_tokens"),
     (steps(sampler_gap=[0.03, 0.11]), {}, "gap_rounding"),
+    (steps(sampler_gap=[0.035, *[0.12] * 5]), {}, ""),
     (steps(**{"sampler_gap": 0.03, RATIO: 0.96}), {}, "gap_temperature"),
     (steps(**{"sampler_gap": 0.03, RATIO: 0.85}), {}, "gap_product"),
     (steps(sampler_gap=0.02, sampler_gap_max=[1.0, 14.0, 2.0]), {}, "gap_rounding"),
@@ -466,7 +468,8 @@ FILES = {
     ),
     "history.tsv": ("\tstep\tkl\n0\t5\t0.25\n", [{"step": 5, "kl": 0.25}]),
     "verl.jsonl": (
-        '{"step": 3, "data": {"actor/entropy": 0.4, "response_length/clip_ratio": 0.1, '
+        '{"step": 3, "data": {"actor/entropy": 0.4, "actor/entropy_loss": 9, '
+        '"response_length/clip_ratio": 0.1, '
         '"training/rollout_probs_diff_mean": 0.005, "critic/score/mean": 0.5, "actor/lr": 1e-06, '
         '"critic/rewards/mean": 0.4, "val-core/openai/gsm8k/acc/mean@1": 0.7}}\n',
         [{"step": 3, "entropy": 0.4, "truncated": 0.1, "sampler_gap": 0.005, "reward": 0.4,
@@ -486,7 +489,9 @@ FILES = {
 def test_a_log_is_read_in_the_form_that_people_have(tmp_path, name):
     text, expected = FILES[name]
     (path := tmp_path / name).write_text(text)
-    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "accuracy": 0.25, "low": 0.1}\n')
+    (tmp_path / "evaluations.jsonl").write_text(
+        '{"step": 0, "accuracy": 0.25, "low": 0.1}\n[]\n{"step": "1"}\n{"st'
+    )
     (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16", "beta": 0.5, "x": "y"}')
     rows, options, _ = logs.read(path)
     if name == "metrics.jsonl":
@@ -532,14 +537,20 @@ def run(folder, **options):
 
 
 def test_the_command_answers_in_sentences(tmp_path, capsys):
-    (tmp_path / "trainer_state.json").write_text(state([{"step": 1, **TRL, "kl": 6.8e9}]))
+    for name, kl in (("9", 1.0), ("10", 6.8e9)):
+        (folder := tmp_path / f"checkpoint-{name}").mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "trainer_state.json").write_text(state([{"step": 1, **TRL, "kl": kl}]))
     command.main([str(tmp_path)])
     first, normal, finding, last = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"1 step of {tmp_path / 'trainer_state.json'}: loss, grad_norm, ")
+    assert first.startswith(f"1 step of {folder / 'trainer_state.json'}: loss, grad_norm, ")
     assert normal.startswith("normal: sampling/sampling_logp_difference/mean was 0.02 nats at fi")
     assert finding.startswith("look at this: kl is 6.8e+09 at step 1. k3 grows exponentially")
     assert finding.endswith("[torchforge #664, TRL #3015]")
     assert last == "Nothing else stands out."
+    shutil.copy(tmp_path / "checkpoint-9/trainer_state.json", tmp_path)
+    command.main([str(tmp_path)])
+    assert f"of {tmp_path / 'trainer_state.json'}: loss" in capsys.readouterr().out
 
 
 def test_a_log_of_something_else_says_so(tmp_path, capsys):
@@ -630,13 +641,13 @@ def test_tokens_of_a_step_are_a_row(tmp_path, capsys):
     rest = logs.row_of(exports.read(step_file(tmp_path, **bare)))
     assert rest.keys() == {"step", "entropy", "entropy_max", "groups_equal", "truncated"}
     command.main([str(step_file(tmp_path, kl=[0.0, 40.0], clip=[0, 0]))])
-    *_, first, second, third, last, page = capsys.readouterr().out.splitlines()
+    *_, first, second, third, page = capsys.readouterr().out.splitlines()
     assert [x.split(". ")[0] for x in (first, second, third)] == [
         "normal: clip_ratio/region_mean is 0 at 1 of 1 steps",
         "normal: sampler_gap was 0.04 nats at first, 0.04 at last, 0.06 at most",
         "look at this: kl_max is 40 at step 1",
     ]
-    assert last == "Nothing else stands out." and page.startswith("page: ")
+    assert page.startswith("page: ")
 
 
 def test_a_run_of_this_trainer_is_read(make, capsys):

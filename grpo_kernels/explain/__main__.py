@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
 def _lines(paths: list[Path], options: argparse.Namespace) -> Iterator[str]:
     """Does what the paths ask for; returns what to print."""
     # `.` and `..` have no name for a page.
-    paths = [path if path.name.strip(".") else path.resolve() for path in paths]
+    paths = [_log_in(path if path.name.strip(".") else path.resolve()) for path in paths]
     kinds = {path: _kind(path) for path in paths}
     for path, kind in kinds.items():
         if len(paths) > 1 and kind != "run":
@@ -62,11 +62,17 @@ def _lines(paths: list[Path], options: argparse.Namespace) -> Iterator[str]:
     return _of_log(paths[0]) if kind == "log" else _of_step(paths[0], options)
 
 
+def _log_in(path: Path) -> Path:
+    """The log in a folder of TRL, or in its last checkpoint; the path itself if there is none."""
+    found = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
+    return max(
+        found, key=lambda x: (x.parent == path, len(x.parent.name), x.parent.name), default=path
+    )
+
+
 def _kind(path: Path) -> str:
     if path.is_dir():
-        inside = {"trainer_state.json": "log", "config.json": "run"}
-        found = [kind for name, kind in inside.items() if (path / name).exists()]
-        return found[0] if found else "step" if [*path.glob("rank_*.jsonl")] else "run"
+        return "step" if [*path.glob("rank_*.jsonl")] else "run"
     if path.suffix == ".parquet":
         return "step"
     with path.open(errors="replace") as file:
@@ -93,7 +99,6 @@ def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
 
 
 def _of_log(path: Path) -> Iterator[str]:
-    path = path / "trainer_state.json" if path.is_dir() else path
     rows, known, names = logs.read(path)
     # An evaluation is of weights after a step, or before all of them.
     held_out = {"step", "held_out_accuracy", "held_out_low", "held_out_high"}
@@ -102,14 +107,13 @@ def _of_log(path: Path) -> Iterator[str]:
     yield f"{steps} step{'s' * (steps != 1)} of {path}: {found}"
     if "reward" not in names:
         yield "The log has no reward: most rules are for logs of GRPO, which have one."
-    yield from _findings(rows, known, names)
+    yield from (findings := _findings(rows, known, names))
+    yield f"Nothing {'else ' if findings else ''}stands out."
 
 
-def _findings(*log: Any) -> Iterator[str]:
+def _findings(*log: Any) -> list[str]:
     found = rules.verdicts(*log)
-    for finding in found:
-        yield f"{rules.VERDICTS[finding.rule.verdict]}: {finding} [{finding.rule.source}]"
-    yield f"Nothing {'else ' if found else ''}stands out."
+    return [f"{rules.VERDICTS[x.rule.verdict]}: {x} [{x.rule.source}]" for x in found]
 
 
 def _of_step(path: Path, options: argparse.Namespace) -> Iterator[str]:

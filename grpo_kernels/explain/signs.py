@@ -226,7 +226,7 @@ def gap(log: Log, kind: str) -> str:
     elif last >= max(0.1, 4 * first):
         found = "weights"
     else:
-        found = "product" if ratio_is <= 0.9 else "rounding"
+        found = "product" if ratio_is <= 0.9 else "rounding" if last < 0.1 else ""
     saw = f"sampler_gap was {first:.2g} nats at first, {last:.2g} at last"
     saw += f", {max(largest):.2g} at most" * any(largest) + f"; mean ratio {ratio_is:.3g}" * bool(
         ratio
