@@ -1,8 +1,8 @@
 """Explains runs, logs and steps of GRPO: writes pages, and says which numbers are normal.
 
-python -m grpo_kernels.explain runs/a runs/b      # pages of runs of this library
-python -m grpo_kernels.explain trainer_state.json # logs of TRL, verl, wandb, or printed lines
-python -m grpo_kernels.explain step.jsonl         # a step's tokens: causes, and a page
+python -m grpo_kernels.explain runs/a runs/b  # pages of runs of this library
+python -m grpo_kernels.explain output         # logs: a folder of TRL; verl, wandb, printed lines
+python -m grpo_kernels.explain step.jsonl     # a step's tokens: causes, and a page
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
 def _of_log(path: Path) -> Iterator[str]:
     rows, known, names = logs.read(path)
     # An evaluation is of weights after a step, or before all of them.
-    held_out = {"step", "held_out_accuracy", "held_out_low", "held_out_high"}
-    steps = sum(bool(row.keys() - held_out) for row in rows)
-    found = ", ".join(names[name] for name in [*logs.NAMES][1:] if name in names)
+    bounds = {"step", "held_out_low", "held_out_high"}
+    steps = sum(bool(row.keys() - bounds - {"held_out_accuracy"}) for row in rows)
+    found = ", ".join(names[x] for x in logs.NAMES if x in names.keys() - bounds)
     yield f"{steps} step{'s' * (steps != 1)} of {path}: {found}"
     if "reward" not in names:
         yield "The log has no reward: most rules are for logs of GRPO, which have one."

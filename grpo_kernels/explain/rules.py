@@ -185,10 +185,10 @@ _INTRODUCTION = """\
 You do not trust a number in a log of GRPO. Look for it below, or let the command look at the log:
 
 ```
-python -m grpo_kernels.explain trainer_state.json   # of TRL; or a file with the lines it printed
-python -m grpo_kernels.explain wandb.csv            # charts of one run; also verl's console, JSONL
-python -m grpo_kernels.explain runs/a               # a run of this library
-python -m grpo_kernels.explain step_12/             # tokens: TRL's parquet, prime-rl's exports
+python -m grpo_kernels.explain output/     # TRL's folder; or a file with the lines it printed
+python -m grpo_kernels.explain wandb.csv   # charts of one run; also verl's console, JSONL
+python -m grpo_kernels.explain runs/a      # a run of this library
+python -m grpo_kernels.explain step_12/    # tokens: TRL's parquet, prime-rl's exports
 ```
 """
 

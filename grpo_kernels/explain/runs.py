@@ -139,12 +139,9 @@ def _difference(x: Run, i: int, y: Run) -> dict[str, Any]:
         middle, half = (up - down) / n, math.sqrt(up + down + 1 - (up - down) ** 2 / n) * 1.96 / n
         beyond = 2 * rarer / 2 ** (up + down) < 0.05
         return {"low": middle - half, "high": middle + half, "beyond": beyond, **turned}
-    low, high = (
-        b["accuracy"]
-        - a["accuracy"]
-        + sign * math.hypot(b["accuracy"] - b[p], a["accuracy"] - a[q])
-        for sign, p, q in ((-1, "low", "high"), (1, "high", "low"))
-    )
+    p, q = a["accuracy"], b["accuracy"]
+    low = q - p - math.hypot(q - b["low"], p - a["high"])
+    high = q - p + math.hypot(q - b["high"], p - a["low"])
     return {"low": low, "high": high, "beyond": low > 0 or high < 0}
 
 

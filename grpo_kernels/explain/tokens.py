@@ -265,10 +265,8 @@ def _sequences(
     if wrong := [x for x in facts["reward"] if not isinstance(x, (int, float, type(None)))]:
         raise TypeError(f"rewards: expected numbers; got {wrong[0]!r}")
     facts["truncated"] = [None if x is None else bool(x) for x in facts["truncated"]]
-    return [
-        {name: x[i] for name, x in facts.items() if x[i] is not None or name == "group"}
-        for i in range(count)
-    ]
+    rows = (zip(facts, values, strict=True) for values in zip(*facts.values(), strict=True))
+    return [{name: x for name, x in row if x is not None or name == "group"} for row in rows]
 
 
 def _per_sequence(name: str, x: Any, count: int) -> list[Any]:
