@@ -448,7 +448,8 @@ FILES = {
          {"step": 2, "grad_norm": math.nan, "held_out_accuracy": 0.5}],
     ),
     "history.json": (
-        '[{"kl": 0.1}, 3, {"kl": null}]', [{"step": 1, "kl": 0.1}, {"step": 2, "kl": None}],
+        '[{"kl": 0.1}, 3, {"kl": null, "loss": true}]',
+        [{"step": 1, "kl": 0.1}, {"step": 2, "kl": None}],
     ),
     "slurm.out": (
         "Loading, please wait: 3 - 4\n  1%|1 | 1/99 [00:14<8:16:53]{'loss': '0.0', 'kl': '1e-05', "
@@ -538,19 +539,19 @@ def run(folder, **options):
 
 def test_the_command_answers_in_sentences(tmp_path, capsys):
     for name, kl in (("9", 1.0), ("10", 6.8e9)):
-        (folder := tmp_path / f"checkpoint-{name}").mkdir()
+        (folder := tmp_path / f"out/checkpoint-{name}").mkdir(parents=True)
         (folder / "config.json").write_text("{}")
         (folder / "trainer_state.json").write_text(state([{"step": 1, **TRL, "kl": kl}]))
-    command.main([str(tmp_path)])
+    command.main([str(tmp_path / "out")])
     first, normal, finding, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"1 step of {folder / 'trainer_state.json'}: loss, grad_norm, ")
     assert normal.startswith("normal: sampling/sampling_logp_difference/mean was 0.02 nats at fi")
     assert finding.startswith("look at this: kl is 6.8e+09 at step 1. k3 grows exponentially")
     assert finding.endswith("[torchforge #664, TRL #3015]")
     assert last == "Nothing else stands out."
-    shutil.copy(tmp_path / "checkpoint-9/trainer_state.json", tmp_path)
-    command.main([str(tmp_path)])
-    assert f"of {tmp_path / 'trainer_state.json'}: loss" in capsys.readouterr().out
+    shutil.copy(tmp_path / "out/checkpoint-9/trainer_state.json", tmp_path / "out")
+    command.main([str(tmp_path / "out")])
+    assert f"of {tmp_path / 'out/trainer_state.json'}: loss" in capsys.readouterr().out
 
 
 def test_a_log_of_something_else_says_so(tmp_path, capsys):

@@ -163,7 +163,7 @@ def _place(name: str) -> tuple[str, int, str] | None:
 def _number(x: Any) -> float | None:
     """A number, or the first of `5/3766`."""
     try:
-        return None if isinstance(x, bool) else float(str(x).split("/")[0])
+        return float(str(x).split("/")[0])
     except ValueError:
         return None
 

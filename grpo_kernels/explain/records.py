@@ -70,8 +70,9 @@ def text_of(prompt: Any, without: str = "") -> str:
     if isinstance(prompt, str):
         return prompt
     contents = [m.get("content") or "" for m in prompt if m.get("role", "user") != without]
-    parts = (x if isinstance(x, str) else [str(p.get("text") or "") for p in x] for x in contents)
-    return "\n".join(map("".join, parts))
+    parts = ([{"text": x}] if isinstance(x, str) else x for x in contents)
+    texts = ([str(p.get("text") or "") for p in x if isinstance(p, dict)] for x in parts)
+    return "\n".join(map("".join, texts))
 
 
 def dump(x: Any) -> str:
