@@ -40,10 +40,10 @@ def main(argv: list[str] | None = None) -> None:
     add("--tokenizer", help="name or folder, to decode a step that has ids only")
     options = parser.parse_args(argv)
     try:
-        for line in _lines(options.paths, options):
-            print(printable(line))
+        text = "\n".join(_lines(options.paths, options))
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
+    print(printable(text))
 
 
 def _lines(paths: list[Path], options: argparse.Namespace) -> Iterator[str]:
