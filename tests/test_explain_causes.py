@@ -301,7 +301,7 @@ def test_a_clean_step_has_no_cause(seed, options):
     explanation = step.explain()
     assert explanation.causes == [], str(explanation)
     assert re.match(
-        r"nothing stands out: the largest shares of the gradient are \d\.\d % \(sequence \d+, "
+        r"no cause stands out: the largest shares of the gradient are \d\.\d % \(sequence \d+, "
         r"token \d+\) and \d+\.\d % \(sequence \d+\)$", str(explanation),
     )  # fmt: skip
 
@@ -343,10 +343,10 @@ def test_steps_that_have_little():
     B, T = 4, 6
     logps = torch.full((B, T), -0.5)
     nothing = tiny(logps, [0.0] * B)
-    assert nothing.causes == [] and str(nothing) == "nothing stands out: no token has a gradient"
+    assert nothing.causes == [] and str(nothing) == "no cause stands out: no token has a gradient"
     assert not nothing.columns["gradient_share"].any()
     empty = tiny(logps, [1.0, -1.0, 1.0, -1.0], torch.zeros(B, T, dtype=torch.bool))
-    assert empty.causes == [] and str(empty) == "nothing stands out: no token counts"
+    assert empty.causes == [] and str(empty) == "no cause stands out: no token counts"
     assert [row["length"] for row in empty.sequences] == [0] * B
     one = torch.zeros(B, T, dtype=torch.bool)
     one[2, 3] = True

@@ -79,7 +79,7 @@ def test_64_000_tokens_are_less_than_8_mb():
 
 def test_the_order_at_first_is_one_that_the_page_has():
     assert Page(step_page(EMPTY, sort="gradient")).data()["sort"] == "gradient"
-    with pytest.raises(ValueError, match="sort: expected 'call' or 'gradient'; got 'loss'"):
+    with pytest.raises(ValueError, match="sort: expected one of call, gradient; got 'loss'"):
         step_page(EMPTY, sort="loss")
 
 

@@ -91,10 +91,7 @@ def tokens(**changes):
         (changed(group=True), "expected group: a whole number or null; got True"),
         (changed(reward="x" * 500), r"expected reward: numbers or null; got 'x{99}\.\.\."),
         (changed(loss_share=[1]), r"expected loss_share: numbers or null; got \[1\]"),
-        (changed(truncated=[True]), r"expected truncated: numbers or null; got \[True\]"),
         (changed(truncated="yes"), "expected truncated: numbers or null; got 'yes'"),
-        (changed(reward=10**400), "int too large"),
-        (changed(length="9"), "expected length: numbers or null; got '9'"),
         (tokens(gradient_share=[0.5, 0.5]), "expected gradient_share: a number, the sum of the"),
         (
             tokens(loss=[0, 1]),
@@ -272,10 +269,10 @@ def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, ca
     write_jsonl(explanation(), path)
     monkeypatch.setattr(command, "rank", lambda x: explanation().causes)
     command.main([str(path), "--sort", "gradient"])
-    *lines, rules, last = capsys.readouterr().out.splitlines()
+    *lines, last = capsys.readouterr().out.splitlines()
     # A terminal gets no control characters from a text.
     assert lines[0].startswith(" 50 %  ratio: </script><img") and r"\u2028\u202e" in "".join(lines)
-    assert last == f"page: {tmp_path / 'step.html'}" and rules == "Nothing stands out."
+    assert last == f"page: {tmp_path / 'step.html'}" and "-> `delta`" in lines[-1]
     page = (tmp_path / "step.html").read_text()
     assert "<h1>step.jsonl</h1>" in page and '"sort":"gradient"' in page
 

@@ -182,8 +182,8 @@ def test_a_record_of_a_step_and_links_between_pages(tmp_path):
     )
     record = steps.write(12, "kl is <3>", explanation(causes=[]))
     assert (record["spike"], record["cause"]) == (True, None)
-    assert record["text"].startswith("nothing stands out")
-    assert "step 12 explained (kl is <3>): nothing" in steps.message(12, record)
+    assert record["text"].startswith("no cause stands out")
+    assert "step 12 explained (kl is <3>): no cause" in steps.message(12, record)
     assert "Explained: kl is &lt;3&gt;." in steps.page(12).read_text()
     steps.write(30, "every 10 steps", explanation())
     names = [f"step-{n:06d}.html" for n in (10, 12, 30)]
@@ -199,5 +199,5 @@ def test_a_record_of_a_step_and_links_between_pages(tmp_path):
 
 @pytest.mark.parametrize("options", [{"every": -1}, {"factor": math.nan}, {"most": -1}])
 def test_options_of_explained_steps(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected a number >= 0; got"):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected a .*number"):
         ExplainedSteps("unused", **options)

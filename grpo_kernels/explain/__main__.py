@@ -1,8 +1,8 @@
 """Explains runs, logs and steps of GRPO: writes pages, and says which numbers are normal.
 
-python -m grpo_kernels.explain runs/a runs/b      # pages of runs of this library
-python -m grpo_kernels.explain trainer_state.json # logs of TRL, verl, wandb, or printed lines
-python -m grpo_kernels.explain step.jsonl         # a step's tokens: causes, and a page
+python -m grpo_kernels.explain runs/a runs/b  # pages of runs of this library
+python -m grpo_kernels.explain output         # logs: a folder of TRL; verl, wandb, printed lines
+python -m grpo_kernels.explain step.jsonl     # a step's tokens: causes, and a page
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from .explanation import Explanation
 from .records import read_rows
 from .tokens import decoded
 
-# The options that apply to each kind of PATH.
-_OPTIONS = {"run": ("output",), "log": (), "step": ("output", "sort", "tokenizer")}
-
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
@@ -43,33 +40,39 @@ def main(argv: list[str] | None = None) -> None:
     add("--tokenizer", help="name or folder, to decode a step that has ids only")
     options = parser.parse_args(argv)
     try:
-        for line in _lines(options.paths, options):
-            print(printable(line))
+        text = "\n".join(_lines(options.paths, options))
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
+    print(printable(text))
 
 
 def _lines(paths: list[Path], options: argparse.Namespace) -> Iterator[str]:
     """Does what the paths ask for; returns what to print."""
     # `.` and `..` have no name for a page.
-    paths = [path if path.name.strip(".") else path.resolve() for path in paths]
-    kinds = [_kind(path) for path in paths]
-    for path, kind in zip(paths, kinds, strict=True):
+    paths = [_log_in(path if path.name.strip(".") else path.resolve()) for path in paths]
+    kinds = {path: _kind(path) for path in paths}
+    for path, kind in kinds.items():
         if len(paths) > 1 and kind != "run":
             raise ValueError(f"PATH: expected one path, or several runs; got {path}, a {kind}")
-    for name in ("output", "sort", "tokenizer"):
-        if getattr(options, name) is not None and name not in _OPTIONS[kinds[0]]:
-            raise ValueError(f"--{name}: expected none for a {kinds[0]}; leave it out")
-    if kinds[0] == "run":
+    for name in {"run": ("sort", "tokenizer"), "log": vars(options), "step": ()}[kind]:
+        if name != "paths" and getattr(options, name) is not None:
+            raise ValueError(f"--{name}: expected none for a {kind}; leave it out")
+    if kind == "run":
         return _of_runs(paths, options.output)
-    return (_of_log if kinds[0] == "log" else _of_step)(paths[0], options)
+    return _of_log(paths[0]) if kind == "log" else _of_step(paths[0], options)
+
+
+def _log_in(path: Path) -> Path:
+    """The log in a folder of TRL, or in its last checkpoint; the path itself if there is none."""
+    found = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
+    return max(
+        found, key=lambda x: (x.parent == path, len(x.parent.name), x.parent.name), default=path
+    )
 
 
 def _kind(path: Path) -> str:
     if path.is_dir():
-        inside = {"trainer_state.json": "log", "config.json": "run"}
-        found = [kind for name, kind in inside.items() if (path / name).exists()]
-        return found[0] if found else "step" if [*path.glob("rank_*.jsonl")] else "run"
+        return "step" if [*path.glob("rank_*.jsonl")] else "run"
     if path.suffix == ".parquet":
         return "step"
     with path.open(errors="replace") as file:
@@ -77,8 +80,9 @@ def _kind(path: Path) -> str:
             row = json.loads(file.readline())
         except (ValueError, RecursionError):
             return "log"
-    of_tokens = isinstance(row, dict) and {"tokens", "trainer_logprobs"} & row.keys()
-    return "step" if of_tokens else "log"
+    row = row if isinstance(row, dict) else {}
+    of_tokens = "trainer_logprobs" in row or isinstance(row.get("tokens"), dict)
+    return "step" if of_tokens else "log"  # whose rows may have a number of tokens
 
 
 def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
@@ -94,22 +98,22 @@ def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
             yield from _of_log(path)
 
 
-def _of_log(path: Path, options: Any = None) -> Iterator[str]:
-    path = path / "trainer_state.json" if path.is_dir() else path
-    rows, known = logs.read(path)
-    names = {name for row in rows for name in row}
+def _of_log(path: Path) -> Iterator[str]:
+    rows, known, names = logs.read(path)
     # An evaluation is of weights after a step, or before all of them.
-    steps = len({row["step"] for row in rows if row.keys() - {"step", "held_out_accuracy"}})
-    found = ", ".join(name for name in logs.NAMES if name in names)
+    bounds = {"step", "held_out_low", "held_out_high"}
+    steps = sum(bool(row.keys() - bounds - {"held_out_accuracy"}) for row in rows)
+    found = ", ".join(names[x] for x in logs.NAMES if x in names.keys() - bounds)
     yield f"{steps} step{'s' * (steps != 1)} of {path}: {found}"
-    yield from _findings(rows, known)
+    if "reward" not in names:
+        yield "The log has no reward: most rules are for logs of GRPO, which have one."
+    yield from (findings := _findings(rows, known, names))
+    yield f"Nothing {'else ' if findings else ''}stands out."
 
 
-def _findings(rows: list[dict[str, Any]], options: dict[str, Any]) -> Iterator[str]:
-    found = rules.verdicts(rows, options)
-    for finding in found:
-        yield f"{rules.VERDICTS[finding.rule.verdict]}: {finding} [{finding.rule.source}]"
-    yield f"Nothing {'else ' if found else ''}stands out."
+def _findings(*log: Any) -> list[str]:
+    found = rules.verdicts(*log)
+    return [f"{rules.VERDICTS[x.rule.verdict]}: {x} [{x.rule.source}]" for x in found]
 
 
 def _of_step(path: Path, options: argparse.Namespace) -> Iterator[str]:
@@ -125,7 +129,7 @@ def _of_step(path: Path, options: argparse.Namespace) -> Iterator[str]:
     text = page.step_page(explanation, path.name, options.sort or "call", output)
     output.write_text(text, encoding="ascii")
     yield str(explanation)
-    yield from _findings([logs.row_of(explanation)], {})
+    yield from _findings([logs.row_of(explanation)])
     yield f"page: {output}"
 
 

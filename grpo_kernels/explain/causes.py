@@ -56,45 +56,43 @@ _TEXTS = {
         "there is {share:.1%} beyond an equal part (limit {limit.share:.0%}); KL",
     "kl_all_over": "the KL term is {share:.0%} of the absolute loss (limit {limit.kl:.0%}), spread "
         "over many tokens; KL",
-    "kl_of_few": "{tokens} with {share:.0%} of the KL, whose mean over the step is {mean:.2g} nats "
-        "(limit {limit.mean_kl:g}); KL in nats",
+    "kl_of_few": "{tokens} with {share:.0%} of the KL, whose mean is {mean:.2g} nats (limit "
+        "{limit.mean_kl:g}); KL",
     "ratio": "the ratio of {tokens} is above {limit.ratio:g}, and no clip bounds it",
     "weight": "the importance weight of {tokens} is above {limit.weight:g}",
     "weight_cap": "the importance weight of {tokens} is above {limit.weight:g}, and for several "
         "the largest, {largest:g}",
     "masks": "masks drop {share:.0%} of the tokens (limit {limit.dropped:.0%}), because the "
-        "sampler's log-probs are too far from the policy's; differences in nats",
+        "sampler's log-probs differ from the policy's; differences",
     "advantage": "the advantage of {sequences} is over {limit.times:g} times the median one, "
         "{usual:.2g}",
-    "short": "the tokens of {sequences} weigh over {limit.length:g} times as much as the average "
-        "token: few share the weight of a short sequence",
-    "long": "the length of {sequences} is over {limit.long:g} times the average; the share of the "
-        "gradient there is {share:.0%} beyond an equal part of the sequences (limit "
-        "{limit.sequence:.0%}); lengths in tokens",
+    "short": "the tokens of {sequences} weigh over {limit.length:g} times the average, because few "
+        "tokens share the weight of a short sequence",
+    "long": "the length of {sequences} is over {limit.long:g} times the average, with {share:.0%} "
+        "of the gradient beyond an equal part (limit {limit.sequence:.0%}); lengths",
     "group": "the reward of sequence {b} differs from those of the {others} others of group "
         "{group}, so that its advantage is {advantage:+.2f}",
     "token": "no other cause explains the gradient of {tokens}",
     "sampler": "the sampler's log-probs differ from the policy's at {tokens} of {scored}, {where}; "
         "the median difference is {median:.2g} nats (limit {limit.median_gap:g}; {limit.gap:g} for "
-        "a single token); differences in nats",
-    "surprise": "the mean of -log p is {mean:.2f} nats above the mean entropy (limit "
-        "{limit.mean_surprise:g}), but samples of the policy have the same: targets are probably "
-        "shifted by one, or were sampled at a higher temperature than the loss has; -log p less "
-        "entropy",
-    "no_surprise": "the mean of -log p is {mean:.2f} nats below the mean entropy (limit "
-        "{limit.mean_surprise:g}), but samples of the policy have the same: tokens were probably "
+        "a token); differences",
+    "surprise": "the mean of -log p is {mean:.2f} nats above the entropy's (limit "
+        "{limit.mean_surprise:g}), and equal for samples of the policy: targets are probably "
+        "shifted by one, or sampled at a higher temperature than the loss has; -log p less entropy",
+    "no_surprise": "the mean of -log p is {mean:.2f} nats below the entropy's (limit "
+        "{limit.mean_surprise:g}), and equal for samples of the policy: tokens were probably "
         "sampled at a lower temperature than the loss has; -log p less entropy",
-    "unsampled": "the policy can hardly have sampled {tokens}: -log p is over {limit.surprise:g} "
-        "nats above the entropy there, as in text of a prompt, a template or a tool, in padding or "
-        "at banned ids that the mask counts; -log p less entropy",
+    "unsampled": "the policy can hardly have sampled {tokens}, where -log p is over "
+        "{limit.surprise:g} nats above the entropy, as in text of a prompt, a template or a tool, "
+        "in padding or banned ids that the mask counts; -log p less entropy",
     "entropy": "the mean entropy is {mean:.2g} nats (limit {limit.entropy:g}), and {share:.0%} of "
         "the tokens are below it: completions of a prompt will be alike; highest entropies",
     "clipped": "a clip takes the gradient from {share:.0%} of the tokens with an advantage (limit "
         "{limit.clipped:.0%}); ratios",
-    "moved": "the step moved log-probs by {mean:.2g} nats in the mean (limit {limit.moved:g}); "
-        "changes in nats",
+    "moved": "the step moved log-probs by {mean:.2g} nats on average (limit {limit.moved:g}); "
+        "changes",
     "log_ratio": "half of all log-probs are {mean:.2g} nats or more from the old policy's (limit "
-        "{limit.moved:g}); changes in nats",
+        "{limit.moved:g}); changes",
     "truncated": "{sequences} ended at the limit of the length, with {share:.0%} of the gradient "
         "(limit {limit.truncated:.0%}); shares of tokens",
     "carried": "; the share of the gradient there is {part:.1%}, {share:.1%} beyond an equal part "
@@ -148,10 +146,6 @@ class _Step:
     def share(self, chosen: Tensor) -> float:
         """The share of these tokens in the policy's."""
         return float((chosen & self.policy).sum() / self.policy.sum().clamp(min=1))
-
-    def share_or_part(self, chosen: Tensor) -> float:
-        """The share of these tokens in the policy's, or in the gradient if that is larger."""
-        return max(self.share(chosen), float(self.part[chosen].sum()))
 
     def take(self, chosen: Tensor) -> None:
         """Leaves the gradient of these tokens out of the causes that follow."""
@@ -305,9 +299,10 @@ def _sampler(step: _Step) -> Iterator[Found]:
     ]  # fmt: skip
     if median >= limit.median_gap:
         off, which = scored & (gap > limit.median_gap), ["all over"]
-    if which or step.share_or_part(off) >= limit.tokens:
+    share = max(step.share(off), float(step.part[off].sum()))
+    if which or share >= limit.tokens:
         known = {"where": [*which, "at single tokens"][0], "scored": scored.sum(), "median": median}
-        yield Found("sampler", step.share_or_part(off), off, step["sampler_gap"], known)
+        yield Found("sampler", share, off, step["sampler_gap"], known)
 
 
 def _unsampled(step: _Step) -> Iterator[Found]:
@@ -325,9 +320,9 @@ def _unsampled(step: _Step) -> Iterator[Found]:
         share = size / max(float(-sampled[known].mean()), float(step["entropy"][known].mean()))
         text = "surprise" if mean > 0 else "no_surprise"
         yield Found(text, share, known, surprise, {"mean": size})
-    elif (share := step.share_or_part(far)) >= limit.tokens or (
-        surprise[known] > 2 * limit.surprise
-    ).any():
+        return
+    share = max(step.share(far), float(step.part[far].sum()))
+    if share >= limit.tokens or (surprise[known] > 2 * limit.surprise).any():
         yield Found("unsampled", share, far, surprise)
 
 
@@ -363,38 +358,33 @@ def _truncated(step: _Step) -> Iterator[Found]:
         yield Found("truncated", share, chosen, step.part)
 
 
-# Those that take tokens from the next come first. Options are this library's, and what peers call
-# them.
+# Those that take tokens from the next come first; then options of this library, and of peers.
 _CAUSES: dict[str, tuple[Callable[[_Step], Iterator[Found]], str]] = {
     "not_finite": (_not_finite, "look for NaN or inf in weights, hidden states, old_logps and "
         "ref_logps; go back to a checkpoint"),
-    "kl": (_kl, "kl_clamp (verl clamps k3 to 10), another kl_estimator such as 'k2', a lower beta "
-        "(verl: kl_loss_coef), a newer reference (TRL: sync_ref_model)"),
-    "ratio": (_ratio, "delta or dual_clip, which bound the ratio where the advantage is negative "
-        "(TRL: delta; verl: clip_ratio_c; prime-rl: token_mask_high), fewer updates per rollout "
-        "(TRL: num_iterations)"),
-    "importance_weight": (_importance_weight, "is_correction, is_clip_max, off_policy_threshold "
-        "(TRL: vllm_importance_sampling_mode, ..._clip_max, off_policy_mask_threshold; verl: "
-        "rollout_is, rollout_is_threshold); a sequence's weight is a product over its tokens, "
-        "'geometric' a mean"),
-    "advantage": (_advantage, "scale_rewards='group' or 'batch' divides by the spread of rewards "
-        "(TRL: scale_rewards; verl: norm_adv_by_std_in_grpo); bound what a reward function "
-        "returns"),
-    "length": (_length, "aggregation='dapo' or 'dr_grpo' weighs all tokens alike, 'grpo' all "
+    "kl": (_kl, "kl_clamp (verl clamps k3 to 10), kl_estimator 'k2', a lower beta (verl: "
+        "kl_loss_coef), a newer reference (TRL: sync_ref_model)"),
+    "ratio": (_ratio, "delta or dual_clip bound it where the advantage is negative (TRL: delta; "
+        "verl: clip_ratio_c; prime-rl: token_mask_high), fewer updates per rollout"),
+    "importance_weight": (_importance_weight, "is_correction 'token_truncate', as a sequence's "
+        "weight is a product over its tokens; is_clip_max, off_policy_threshold (TRL: "
+        "vllm_importance_sampling_mode; verl: rollout_is, rollout_is_threshold)"),
+    "advantage": (_advantage, "scale_rewards 'group' or 'batch' divides by the spread of rewards "
+        "(TRL: scale_rewards; verl: norm_adv_by_std_in_grpo); bound the reward"),
+    "length": (_length, "aggregation 'dapo' or 'dr_grpo' weighs all tokens alike, 'grpo' all "
         "sequences (TRL: loss_type; verl: loss_agg_mode)"),
-    "group": (_group, "scale_rewards='none' or 'batch' (verl: norm_adv_by_std_in_grpo=False), "
+    "group": (_group, "scale_rewards 'none' or 'batch' (verl: norm_adv_by_std_in_grpo=False), "
         "larger groups, prompts that are neither too easy nor too hard"),
     "token": (_token, "max_grad_norm bounds what it does; look whether its advantage is deserved"),
-    "sampler": (_sampler, "check_sampler tells whether rounding explains it (logits_dtype); "
-        "compare weights, temperature and targets; is_correction bounds what it does (TRL: "
+    "sampler": (_sampler, "check_sampler tells whether rounding explains it; compare weights, "
+        "temperature and targets; is_correction bounds what it does (TRL: "
         "vllm_importance_sampling_correction; verl: rollout_is)"),
     "unsampled": (_unsampled, "mask what the policy did not sample, check the shift of targets "
         "against hidden states, sample and train at one temperature"),
-    "entropy": (_entropy, "entropy_coef, a higher epsilon_high, top_entropy_quantile (verl: "
-        "entropy_coeff, clip_ratio_high), a higher temperature"),
-    "clipped": (_clipped, "fewer updates per rollout or a lower learning_rate; a wider epsilon, "
-        "epsilon_high (verl: clip_ratio_low, clip_ratio_high); cispo, whose clip leaves the "
-        "gradient"),
+    "entropy": (_entropy, "entropy_coef, a higher epsilon_high (verl: entropy_coeff, "
+        "clip_ratio_high), top_entropy_quantile, a higher temperature"),
+    "clipped": (_clipped, "fewer updates per rollout, a lower learning_rate, a wider epsilon "
+        "(verl: clip_ratio_low, clip_ratio_high), or cispo, whose clip leaves the gradient"),
     "learning_rate": (_learning_rate, "a lower learning_rate, max_grad_norm, warm-up; fewer "
         "updates per rollout (TRL: num_iterations; verl: ppo_epochs)"),
     "truncated": (_truncated, "mask_truncated_completions, a larger max_completion_length (TRL has "

@@ -50,7 +50,7 @@ class Explanation:
             lines += textwrap.wrap(head, 100, subsequent_indent=" " * 7)
             lines += textwrap.wrap(f"-> {cause.remedy}", 100, initial_indent=" " * 7,
                                    subsequent_indent=" " * 10)  # fmt: skip
-        return "\n".join(lines) or f"nothing stands out: {self._largest()}"
+        return "\n".join(lines) or f"no cause stands out: {self._largest()}"
 
     def _largest(self) -> str:
         share = self.columns.get("gradient_share")

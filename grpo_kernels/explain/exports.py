@@ -7,12 +7,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from .explanation import SHARES, Explanation, group_sums
-from .records import LARGEST
+from .records import LARGEST, text_of
 
 # prime-rl's names of the columns that both have. Its ratio is the policy's to the sampler's.
 _PRIME_RL = {
@@ -28,12 +28,11 @@ Row = tuple[dict[str, Any], dict[str, list[Any]]]
 def read(path: str | Path) -> Explanation:
     """Reads a file of `write_jsonl`, or an export of TRL or prime-rl, without ranking causes.
 
-    - prime-rl, `token_exports/step_N/rank_R.jsonl`, or the folder of a step: ids, log-probs,
-      entropy, ratio and gap to the sampler, advantage and dropped tokens, for trained tokens only;
-      rewards. Sequences with the same tokens up to the first trained one are a group.
+    - prime-rl, `token_exports/step_N/rank_R.jsonl` or a step's folder: trained tokens only.
+      Sequences with the same tokens up to the first trained one are a group.
     - TRL, `completions/completions_N.parquet` of `log_completions`: words instead of tokens, with
-      the advantage as their only number; no length. Equal prompts are a group. A single column of
-      floats is the reward; several are kept separate, because the file has no weights for them.
+      the advantage as their only number. Equal prompts are a group. A single column of floats is
+      the reward; several stay apart, because the file has no weights for them.
 
     Raises:
         ValueError: naming file and line, what was expected and what came.
@@ -41,7 +40,15 @@ def read(path: str | Path) -> Explanation:
     """
     path, rows = Path(path), list[Row]()
     if path.suffix == ".parquet":
-        _parse(path, "row", _read_parquet(path), _trl, rows)
+        try:
+            from pyarrow import parquet
+
+            table = parquet.read_table(path).to_pylist()
+        except ImportError as error:
+            raise ImportError(f"{path}: parquet files need pyarrow: pip install pyarrow") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        _parse(path, "row", table, _trl, rows)
     else:
         for file in sorted(path.glob("rank_*.jsonl")) if path.is_dir() else [path]:
             _parse(file, "line", file.read_bytes().splitlines(), _line, rows)
@@ -109,43 +116,22 @@ def _prime_rl(row: dict[str, Any]) -> Row:
     return sequence, tokens | {"clip": [high - low for low, high in ends]}
 
 
-def _read_parquet(path: Path) -> list[Any]:
-    try:
-        from pyarrow import parquet
-
-        return list(parquet.read_table(path).to_pylist())
-    except ImportError as error:
-        raise ImportError(f"{path}: parquet files need pyarrow: pip install pyarrow") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 def _trl(row: dict[str, Any]) -> Row:
     """Returns the words of a row of TRL."""
     for name in ("prompt", "completion", "advantage"):
         _expect(name in row, f"a column {name}", [*row])
+    for name in ("prompt", "completion"):
+        x = row[name]
+        known = isinstance(x, list) and all(isinstance(message, dict) for message in x)
+        _expect(known or isinstance(x, str), f"{name}: a text or messages", x)
     (advantage,) = _column("advantage", [row.pop("advantage")], 1, "advantage")
-    prompt, completion = (_text(name, row[name]) for name in ("prompt", "completion"))
+    prompt, completion = text_of(row["prompt"]), text_of(row["completion"])
     floats = {name: x for name, x in row.items() if isinstance(x, float)}
     rewards = {"reward": next(iter(floats.values()))} if len(floats) == 1 else floats
     words = re.findall(r"\s*\S+|\s+", completion)
     tokens = {"position": [*range(len(words))], "text": words}
     sequence = {"group": prompt, "prompt": prompt, "advantage": advantage, **rewards}
     return sequence, tokens | {"advantage": [advantage] * len(words)}
-
-
-def _text(name: str, x: object) -> str:
-    """The text of a column: itself, or that of messages, whose content may be in parts."""
-    if isinstance(x, str):
-        return x
-    messages = isinstance(x, list) and all(isinstance(m, dict) for m in x)
-    _expect(messages, f"{name}: a text or messages", x)
-    contents = [m.get("content") or "" for m in cast(list[dict[str, Any]], x)]
-    parts = [[{"text": c}] if isinstance(c, str) else c for c in contents]
-    return "\n".join(
-        "".join(str(part.get("text") or "") for part in each if isinstance(part, dict))
-        for each in parts
-    )
 
 
 def _explanation(path: Path, rows: Sequence[Row]) -> Explanation:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..base.checks import check_choice
 from ..base.text import printable
 from .records import dump
 
@@ -74,8 +75,7 @@ def step_page(
             of RUN", and links lead to the run's page and to the explained steps before and after.
         why: the reason to explain the step.
     """
-    if sort not in ("call", "gradient"):
-        raise ValueError(f"sort: expected 'call' or 'gradient'; got {sort!r}")
+    check_choice("sort", sort, ("call", "gradient"))
     title, links = _place(title, Path() if path is None else path.resolve())
     e = explanation
     data = {

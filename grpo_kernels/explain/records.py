@@ -24,18 +24,17 @@ LARGEST = torch.finfo(torch.float32).max
 def write_jsonl(explanation: Explanation, path: str | Path) -> None:
     """Writes one row per sequence: all of the explanation but its causes, which a reader ranks."""
     e, lines = explanation, []
-    bounds = torch.searchsorted(
-        e.sequence, torch.arange(len(e.sequences) + 1, device="cpu")
-    ).tolist()
-    for i, (start, end) in enumerate(pairwise(bounds)):
-        tokens: dict[str, list[Any]] = {"position": e.position[start:end].tolist()}
-        if e.token_ids is not None:
-            tokens["token_id"] = e.token_ids[start:end].tolist()
-        if e.texts is not None:
-            tokens["text"] = list(e.texts[i])
-        for name, column in e.columns.items():  # nine digits tell all float32 apart
-            tokens[name] = [float(f"{x:.9g}") for x in column[start:end].tolist()]
-        lines.append(dump({"sequence": i, **e.sequences[i], "tokens": tokens}) + "\n")
+    tokens: dict[str, list[Any]] = {"position": e.position.tolist()}
+    if e.token_ids is not None:
+        tokens["token_id"] = e.token_ids.tolist()
+    if e.texts is not None:
+        tokens["text"] = [text for texts in e.texts for text in texts]
+    for name, column in e.columns.items():  # nine digits tell all float32 apart
+        tokens[name] = [float(f"{x:.9g}") for x in column.tolist()]
+    ends = [0, *e.sequence.bincount(minlength=len(e.sequences)).cumsum(0).tolist()]
+    for i, (start, end) in enumerate(pairwise(ends)):
+        part = {name: x[start:end] for name, x in tokens.items()}
+        lines.append(dump({"sequence": i, **e.sequences[i], "tokens": part}) + "\n")
     Path(path).write_text("".join(lines), encoding="ascii")
 
 
@@ -53,6 +52,27 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Returns the values in a JSON file; none if it is missing or damaged."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8", errors="replace")))
+    except (OSError, TypeError, ValueError, RecursionError):
+        return {}
+
+
+def text_of(prompt: Any, without: str = "") -> str:
+    """Returns the text of a prompt or of its messages, whose content may be in parts.
+
+    Those of the role `without` are left out.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    contents = [m.get("content") or "" for m in prompt if m.get("role", "user") != without]
+    parts = ([{"text": x}] if isinstance(x, str) else x for x in contents)
+    texts = ([str(p.get("text") or "") for p in x if isinstance(p, dict)] for x in parts)
+    return "\n".join(map("".join, texts))
 
 
 def dump(x: Any) -> str:

@@ -47,22 +47,26 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
              "gradient is not", "Watch the reward"),
         Rule("loss_negative", "normal", 0, signs.loss_negative, "simple_GRPO #30, open-r1 #704",
              "Loss is negative, or changes sign",
-             "With unequal lengths or several updates the policy term takes either sign"),
+             "With unequal lengths or several updates the policy term has either sign"),
         Rule("loss_is_kl", "normal", 0, signs.loss_is_kl, "TRL #2703, open-r1 #239",
              "Loss rises, and equals `beta` times the KL",
              "The policy term is 0, and the KL grows"),
     ),
-    "KL is absent, NaN or negative?": (
+    "KL is absent, NaN, 0 or negative?": (
         Rule("kl_absent", "normal", 0, signs.kl_absent, "TRL #4040",
-             "No KL, or NaN in all rows", "Without beta there is no reference to compare with",
+             "No KL, or NaN in all rows", "Without beta there is no reference",
              "Set beta > 0 (verl: use_kl_loss) if you want one"),
+        Rule("kl_zero", "look", 0, signs.kl_zero, "ms-swift #5571, theLMbook #8",
+             f"KL is 0 after {WINDOW} steps, too",
+             "The weights do not move, or the reference moves with them; some trainers log 0 "
+             "without beta", "Check beta, grad_norm and learning_rate"),
         Rule("kl_negative", "normal", 0, signs.kl_negative, "TRL #3240, verl #7412",
              "KL is below 0, but on average above -0.1",
              "k1 takes either sign; so does verl's actor/ppo_kl"),
         Rule("kl_below", "look", 0, partial(signs.kl_negative, usual=False), "LlamaFactory #1833",
              "KL is mostly below -0.1",
-             "No estimator's mean is negative for samples of the policy: the sampler has another "
-             "distribution", "Compare temperature, top_p and weights of both"),
+             "The mean is above 0 for samples of the policy: the sampler has another distribution",
+             "Compare temperature, top_p and weights of both"),
     ),
     "KL in the billions?": (
         Rule("kl_large", "look", 1, signs.kl_large, "torchforge #664, TRL #3015",
@@ -76,12 +80,12 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
              "The policy becomes sure of what pays, such as a format"),
         Rule("entropy_falls", "look", 0, partial(signs.entropy_falls, learns=False),
              "verl #5953, TRL #5584", f"Entropy halves within {FAST} steps, reward does not rise",
-             "Variety is lost, nothing gained",
+             "Variety is lost, and nothing gained",
              "Raise epsilon_high or entropy_coef (verl: clip_ratio_high, entropy_coeff), or lower "
              "learning_rate"),
         Rule("entropy_low", "stop", WINDOW, signs.entropy_low, "TRL #6140",
              "Entropy is below 0.05, and a fifth of the first",
-             "Completions of a group are nearly the same, so rewards are too",
+             "Completions of a group become alike, and so do their rewards",
              "Lower learning_rate, raise temperature, epsilon_high or entropy_coef"),
     ),
     "Clip ratio 0?": (
@@ -98,14 +102,14 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
         Rule("groups_equal", "stop", WINDOW, lambda log: signs.stretch(log, "groups_equal", 1.0),
              "TRL #3857, ms-swift #4570",
              f"`groups_equal` (TRL: `frac_reward_zero_std`) is 1 at {WINDOW} steps",
-             "A group with equal rewards teaches nothing; rewards/NAME/std is over the batch and "
-             "may be above 0",
+             "A group with equal rewards teaches nothing; rewards/NAME/std is the batch's",
              "Take other prompts, finer rewards, more num_generations, a higher temperature"),
     ),
     "Grad norm 0, NaN or a spike?": (
         Rule("gradient", "stop", 1, signs.bad_gradient, "unsloth #3006, ms-swift #3136",
              "Loss or grad norm is NaN or infinite",
-             "This trainer skips the update; others may lose the weights",
+             "grpo_kernels skips the update, as float16's loss scaling does in first steps; others "
+             "may lose the weights",
              "Lower learning_rate, and look for NaN in the model"),
         Rule("loss_scale", "normal", 1, signs.scaled, "arXiv 1710.03740",
              "Gradients too large for float16 in first steps",
@@ -122,7 +126,7 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
     "Reward up, accuracy down?": (
         Rule("reward_hacking", "look", 0, signs.hacking, "open-r1 #255, autocontext #1076",
              "Reward rises, accuracy falls",
-             "The reward pays for something else, such as the format, or for known prompts",
+             "The reward pays for something else, such as a format, or for known prompts",
              "Read completions, weigh the answer more (reward_weights), raise beta"),
     ),
     "Completions cut?": (
@@ -138,26 +142,28 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
              "is_correction bounds the effect (TRL: vllm_importance_sampling_correction; verl: "
              "rollout_is)"),
         Rule("gap_product", "look", 0, partial(signs.gap, kind="product"), "TRL #5814",
-             "The gap is small, the mean importance ratio below 0.9",
-             "A sequence's ratio multiplies those of all its tokens, and is capped or masked",
+             "The gap is below 0.1 nats, the mean importance ratio 0.9 or less",
+             "A sequence's ratio is the product of its tokens', and is capped or masked",
              "Set is_correction token_truncate (TRL: vllm_importance_sampling_mode)"),
         Rule("gap_temperature", "look", 0, partial(signs.gap, kind="temperature"),
-             "TRL #4159, #6789", "The gap is 0.1 to 1 nats from the first step, or the ratio below "
-             "0.97", "Temperature, top-p, top-k or min-p of the sampler is not in the loss",
+             "TRL #4159, #6789",
+             "The gap is 0.1 to 1 nats from the first step, or 0.02 with a ratio of 0.9 to 0.97",
+             "Temperature, top-p, top-k or min-p of the sampler is not in the loss",
              "Keep replay_support on, use one temperature"),
         Rule("gap_weights", "stop", 0, partial(signs.gap, kind="weights"), "ms-swift #9855",
              "The gap is small at first, and grows fourfold, above 0.1 nats",
              "The sampler has old weights, or a base model without its LoRA",
              "Check that weights reach the sampler after each step"),
         Rule("gap_tokens", "stop", 0, partial(signs.gap, kind="tokens"), "TRL #5224, rllm #272",
-             "The gap is above 1 nat from the first step, or 10 nats at a token",
+             "The gap is above 1 nat from the first step, or 10 nats at a token of most steps",
              "Tokens differ: targets shifted by one, text encoded again, other special tokens",
              "Pass the sampler's ids, not its text"),
     ),
     "Nothing moves at a small learning rate?": (
         Rule("bf16_weights", "look", 0, signs.rounded_away, "AReaL #1634, pytorch/ao #1124",
              "Weights in bf16 without an fp32 copy, learning rate below 1/512 of a weight",
-             "bf16 has 8 bits: a relative change below 1/512 to 1/256 rounds away",
+             "bf16 has 8 bits: a relative change below 1/512 to 1/256 rounds away; DeepSpeed's "
+             "optimizer has fp32 copies",
              "Set dtype mixed (fp32 weights, bf16 GEMMs), lora_rank, or a larger learning_rate"),
     ),
     "Other warnings of our trainer": (
@@ -179,24 +185,30 @@ _INTRODUCTION = """\
 You do not trust a number in a log of GRPO. Look for it below, or let the command look at the log:
 
 ```
-python -m grpo_kernels.explain trainer_state.json   # of TRL; or a file with the lines it printed
-python -m grpo_kernels.explain wandb.csv            # charts of one run; also verl's console, JSONL
-python -m grpo_kernels.explain runs/a               # a run of this library
-python -m grpo_kernels.explain step_12/             # tokens: TRL's parquet, prime-rl's exports
+python -m grpo_kernels.explain output/     # TRL's folder; or a file with the lines it printed
+python -m grpo_kernels.explain wandb.csv   # charts of one run; also verl's console, JSONL
+python -m grpo_kernels.explain runs/a      # a run of this library
+python -m grpo_kernels.explain step_12/    # tokens: TRL's parquet, prime-rl's exports
 ```
 """
 
 
-def verdicts(rows: Sequence[Row], options: Mapping[str, Any] | None = None) -> list[Finding]:
+def verdicts(
+    rows: Sequence[Row], options: Mapping[str, Any] = {}, names: Mapping[str, str] = {}
+) -> list[Finding]:
     """Returns what a log shows, normal signs first.
 
     Args:
         rows: steps with our names of metrics, as `logs.read` returns them.
         options: those of the run that are known, as its `config.json` has them.
+        names: the log's names of our metrics, for what is said.
     """
     first = next((row for row in rows if row.get("entropy") is not None), {})
-    log = Log(rows, options or {}, first)
-    found = [Finding(rule, saw) for rule in RULES.values() if (saw := rule.find(log))]
+    log, found = Log(rows, options, first), []
+    for rule in RULES.values():
+        if saw := rule.find(log):
+            saw = re.sub(r"[\w/]+", lambda word: names.get(word[0], word[0]), saw)
+            found.append(Finding(rule, saw))
     return sorted(found, key=lambda x: [*VERDICTS].index(x.rule.verdict))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from urllib.parse import quote
 
 from ..base.text import printable
 from .page import pages, render
-from .records import read_rows
+from .records import read_rows, read_values, text_of
 
 Run = Mapping[str, Any]
 MOST = 6  # runs on a page, which has six colours
@@ -53,7 +52,7 @@ def write(folders: Sequence[str | Path], output: str | Path) -> str:
 def _run(folder: Path, output: Path, prompts: dict[str, int]) -> dict[str, Any]:
     """The data of a run; adds its prompts, with their places on the page, to `prompts`."""
     rows = {row["step"]: row for row in read_rows(folder / "metrics.jsonl")}.values()
-    if not (options := _values(folder / "config.json")):
+    if not (options := read_values(folder / "config.json")):
         raise ValueError(f"folder: expected a run's, with its config.json; got {folder}")
     samples = _rows(folder / "samples.jsonl", "prompt", "completion")
     evaluations = _rows(folder / "evaluations.jsonl", "problems", "accuracy", "low", "high")
@@ -61,26 +60,21 @@ def _run(folder: Path, output: Path, prompts: dict[str, int]) -> dict[str, Any]:
     names = dict.fromkeys(k for row in rows for k in row if k != "step")
     columns = {k: [_short(row.get(k)) for row in rows] for k in names}
     run = {
-        "options": options, "about": _values(folder / "about.json"),
+        "options": options, "about": read_values(folder / "about.json"),
         "evaluations": [*{e["step"]: e for e in evaluations if e["problems"]}.values()],
         "answers": _answers(folder / "answers.jsonl", prompts),
         "steps": [row["step"] for row in rows],
         "columns": {k: v for k, v in columns.items() if any(x is not None for x in v)},
         "signs": [signs for row in rows if len(signs := _signs(row)) > 1],
-        "samples": [{**x, "prompt": prompts.setdefault(_text(x["prompt"]), len(prompts)),
-                     "completion": _cut(x["completion"], longest)} for x in samples],
+        "samples": [
+            {**x, "completion": _cut(x["completion"], longest),
+             "prompt": prompts.setdefault(text_of(x["prompt"], "system"), len(prompts))}
+            for x in samples
+        ],
         "pages": [*pages(folder / "explanations")],
         "up": quote(os.fsencode(os.path.relpath(folder, output.parent).replace(os.sep, "/"))),
     }  # fmt: skip
     return run | {"change": _difference(run, 0, run)}
-
-
-def _values(path: Path) -> dict[str, Any]:
-    """The values in a file; none if it is missing or damaged."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8", errors="replace")))
-    except (OSError, TypeError, ValueError, RecursionError):
-        return {}
 
 
 def _rows(path: Path, *keys: str) -> list[dict[str, Any]]:
@@ -107,15 +101,6 @@ def _cut(text: str, longest: int) -> str:
     return text if left <= 0 else f"{text[:half]} [... {left:,} characters ...] {text[-half:]}"
 
 
-def _text(prompt: Any) -> str:
-    """The text of a prompt, or of a chat without the system's message; content may have parts."""
-    if isinstance(prompt, str):
-        return prompt
-    contents = [m.get("content") or "" for m in prompt if m.get("role") != "system"]
-    parts = (x if isinstance(x, str) else [str(p.get("text") or "") for p in x] for x in contents)
-    return "\n".join(map("".join, parts))
-
-
 def _answers(path: Path, prompts: dict[str, int]) -> dict[int, dict[int, list[Any]]]:
     """Answers by step and prompt: correct, right answer, answer; the text at the first and last."""
     rows = [row for row in _rows(path, "prompt", "completion", "correct") if "sample" not in row]
@@ -125,7 +110,7 @@ def _answers(path: Path, prompts: dict[str, int]) -> dict[int, dict[int, list[An
     for row in rows:
         texts = [None if row.get(k) is None else str(row[k]) for k in ("answer", "answered")]
         texts += [_cut(row["completion"], longest)] if row["step"] in ends else []
-        place = prompts.setdefault(_text(row["prompt"]), len(prompts))
+        place = prompts.setdefault(text_of(row["prompt"], "system"), len(prompts))
         of[row["step"]][place] = [int(row["correct"]), *texts]
     return of
 
@@ -168,12 +153,9 @@ def _difference(x: Run, i: int, y: Run) -> dict[str, Any]:
         middle, half = (up - down) / n, math.sqrt(up + down + 1 - (up - down) ** 2 / n) * 1.96 / n
         beyond = 2 * rarer / 2 ** (up + down) < 0.05
         return {"low": middle - half, "high": middle + half, "beyond": beyond, **turned}
-    low, high = (
-        b["accuracy"]
-        - a["accuracy"]
-        + sign * math.hypot(b["accuracy"] - b[p], a["accuracy"] - a[q])
-        for sign, p, q in ((-1, "low", "high"), (1, "high", "low"))
-    )
+    p, q = a["accuracy"], b["accuracy"]
+    low = q - p - math.hypot(q - b["low"], p - a["high"])
+    high = q - p + math.hypot(q - b["high"], p - a["low"])
     return {"low": low, "high": high, "beyond": low > 0 or high < 0}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean as mean
 from statistics import median, stdev
 from typing import Any
@@ -25,13 +25,17 @@ class Log:
     rows: Sequence[Row]
     options: Mapping[str, Any] = field(default_factory=dict)
     first: Row = field(default_factory=dict)
+    read: dict[tuple[str, ...], list[list[float]]] = field(default_factory=dict)
 
     def columns(self, *names: str) -> list[list[float]]:
         """Steps and values of metrics, of the rows where all of these are finite numbers."""
-        rows = ([row.get("step", 0), *map(row.get, names)] for row in self.rows)
-        known = [row for row in rows if all(isinstance(x, int | float) for x in row)]
-        finite = [row for row in known if all(map(math.isfinite, row))]
-        return [[*x] for x in zip(*finite, strict=True)] or [[] for _ in range(len(names) + 1)]
+        if names not in self.read:
+            rows = ([row.get("step", 0), *map(row.get, names)] for row in self.rows)
+            known = [row for row in rows if all(isinstance(x, (int, float)) for x in row)]
+            finite = [row for row in known if all(map(math.isfinite, row))]
+            columns = [[*x] for x in zip(*finite, strict=True)]
+            self.read[names] = columns or [[] for _ in range(len(names) + 1)]
+        return self.read[names]
 
     def __getitem__(self, name: str) -> list[float]:
         return self.columns(name)[1]
@@ -78,9 +82,15 @@ def loss_is_kl(log: Log) -> str:
 
 
 def kl_absent(log: Log) -> str:
-    if log.options.get("beta") or log["kl"] or not log["loss"]:
+    of_grpo = any(row.keys() & {"kl", "reward", "clip_ratio/region_mean"} for row in log.rows)
+    if log.options.get("beta") or log["kl"] or not (log["loss"] and of_grpo):
         return ""
     return "kl is NaN" if any("kl" in row for row in log.rows) else "the log has no kl"
+
+
+def kl_zero(log: Log) -> str:
+    still = len(log["kl"]) >= WINDOW and not any(log["kl"])
+    return f"kl is 0 at all {len(log['kl'])} steps" if still else ""
 
 
 def kl_negative(log: Log, usual: bool = True) -> str:
@@ -98,7 +108,7 @@ def kl_large(log: Log) -> str:
 
 
 def entropy_low(log: Log) -> str:
-    last, first = (log["entropy"] or [1.0])[-1], log.first.get("entropy") or 0.0
+    last, first = median(log["entropy"][-WINDOW:] or [1.0]), log.first.get("entropy") or 0.0
     late = log.first.get("step", 0) > FAST  # so the log does not tell where it began
     low = last < 0.05 and (late or last < 0.2 * first)
     return f"entropy went from {first:.2f} to {last:.3f}" if low else ""
@@ -107,15 +117,19 @@ def entropy_low(log: Log) -> str:
 def entropy_falls(log: Log, learns: bool) -> str:
     """Compares means of `WINDOW` steps; `learns` tells whether the reward rose meanwhile."""
     steps, entropy = log.columns("entropy")
+    if len(steps) < 2 or (learns and entropy_low(log)):
+        return ""
     known = dict(zip(*log.columns("reward"), strict=True))
-    parts = [slice(i, i + WINDOW) for i in range(len(steps) - WINDOW + 1)]
+    # A row may be the mean of several steps.
+    size = max(1, round(WINDOW * (len(steps) - 1) / max(1, steps[-1] - steps[0])))
+    parts = [slice(i, i + size) for i in range(len(steps) - size + 1)]
     means = [(mean(entropy[x]), mean(known.get(i, 0.0) for i in steps[x])) for x in parts]
     for end, (low, now) in enumerate(means):
-        for start in range(max(0, end - FAST), end - WINDOW + 1):
+        for start in range(max(0, end - FAST), end - size + 1):
             high, was = means[start]
             fast = steps[end] - steps[start] <= FAST
             if fast and low <= high / 2 and (now > was) == learns:
-                last = steps[end + WINDOW - 1]
+                last = steps[end + size - 1]
                 saw = f"entropy fell from {high:.2f} to {low:.2f} by step {last:.0f}"
                 return saw + (f", reward went from {was:.3g} to {now:.3g}" if known else "")
     return ""
@@ -124,21 +138,26 @@ def entropy_falls(log: Log, learns: bool) -> str:
 def clip_zero(log: Log) -> str:
     clipped, option = log["clip_ratio/region_mean"], log.options.get
     once = option("epochs_per_rollout", 1) * option("minibatches", 1) == 1
-    zero = once and clipped and not any(clipped)
+    zero = once and clipped and not any(clipped) and max(log["ratio_max"], default=1.0) < 2
     return f"clip_ratio/region_mean is 0 at {len(clipped)} of {len(clipped)} steps" if zero else ""
 
 
 def stretch(log: Log, name: str, least: float) -> str:
-    """The longest stretch of such values, if it has `WINDOW` steps or is the whole log."""
+    """The longest stretch of such values, if it is the whole log, or too long for chance."""
     run = longest = end = 0
     steps, values = log.columns(name)
     for step, x in zip(steps, values, strict=True):
         run = run + 1 if x >= least else 0
         if run > longest:
             longest, end = run, int(step)
-    always = longest and longest >= min(WINDOW, len(values))
-    last = f"{longest} steps in a row, the last one {end}" if longest > 1 else f"step {end}"
-    return f"{name} is {least:g}{' or more' * (least < 1)} at {last}" if always else ""
+    # One prompt a step is all equal as often as a prompt is: such steps come in a row by chance.
+    others = sum(x >= least for x in values) - longest
+    share = (others + 1) / (len(values) - longest + 2)
+    by_chance = len(values) * share**longest > 0.02
+    if not longest or (longest < len(values) and (longest < WINDOW or by_chance)):
+        return ""
+    last = f"{longest} logged steps in a row, the last one {end}" if longest > 1 else f"step {end}"
+    return f"{name} is {least:g}{' or more' * (least < 1)} at {last}"
 
 
 def truncated(log: Log) -> str:
@@ -151,7 +170,8 @@ def bad_gradient(log: Log) -> str:
         f"{name} is {row[name]} at step {row['step']}" for row in log.rows
         for name in ("grad_norm", "loss") if not_finite(row, name) and not skipped_by_scaler(row)
     ]  # fmt: skip
-    return bad[0] + f", the first of {len(bad)} such values" * (len(bad) > 1) if bad else ""
+    more = f", the first of {len(bad)} such values at {len(log.rows)} steps" * (len(bad) > 1)
+    return bad[0] + more if bad else ""
 
 
 def scaled(log: Log) -> str:
@@ -161,12 +181,9 @@ def scaled(log: Log) -> str:
 
 def grad_zero(log: Log) -> str:
     _, norms, spread = log.columns("grad_norm", "reward_std")
-    still = norms and not any(norms) and any(spread)
-    return (
-        f"grad_norm is 0 at {len(norms)} of {len(norms)} steps, {log.span('reward_std')}"
-        if still
-        else ""
-    )
+    if not norms or any(norms) or not any(spread):
+        return ""
+    return f"grad_norm is 0 at {len(norms)} of {len(norms)} steps, {log.span('reward_std')}"
 
 
 def spikes(log: Log) -> str:
@@ -174,41 +191,46 @@ def spikes(log: Log) -> str:
     watch = ExplainedSteps(".", most=len(log.rows))
     steps, norms = log.columns("grad_norm")
     why = [watch.why({"step": i, "grad_norm": x}) for i, x in zip(steps, norms, strict=True)]
-    found = [f"{x}, step {i:.0f}" for i, x in zip(steps, why, strict=True) if x]
+    found = [f"at step {i:.0f} {x}" for i, x in zip(steps, why, strict=True) if x]
     return "; ".join(found[:3]) + f"; and {len(found) - 3} more" * (len(found) > 3)
 
 
 def hacking(log: Log) -> str:
-    """Held-out accuracy needs two values, accuracy of samples a fall beyond its noise."""
+    """Accuracy is that of held-out problems, if it has two values; it falls beyond its noise."""
     was, now, noise = log.change("reward")
-    _, accuracy = log.columns("held_out_accuracy")
-    name, high, low = "held_out_accuracy", max(accuracy, default=0.0), (accuracy or [0.0])[-1]
-    falls = high - low > 0.049
-    if len(accuracy) < 2:
-        name, (high, low, spread) = "accuracy", log.change("accuracy")
-        falls = high - low > max(0.05, 2 * spread)
+    name = "held_out_accuracy" if len(log["held_out_accuracy"]) > 1 else "accuracy"
+    k, sums = max(1, len(log[name]) // 4), [0.0, *accumulate(log[name])]
+    means = [(b - a) / k for a, b in zip(sums, sums[k:], strict=False)] or [0.0]
+    spread = [log.change(name)[2]] if len(log[name]) > 2 else []
+    _, low, high = log.columns("held_out_low", "held_out_high")  # of 95 %
+    spread += [(b - a) / 4 for a, b in zip(low, high, strict=True)]
+    falls = max(means) - means[-1] > max(0.049, 3 * max(spread, default=0.0))
     if not falls or now - was <= max(0.05 * abs(was), 2 * noise):
         return ""
-    return f"reward went from {was:.3g} to {now:.3g}, {name} from {high:.3g} to {low:.3g}"
+    return (
+        f"reward went from {was:.3g} to {now:.3g}, {name} from {max(means):.3g} to {means[-1]:.3g}"
+    )
 
 
 def gap(log: Log, kind: str) -> str:
     """The log's difference between sampler and trainer, if it is of this kind."""
-    gaps, largest = log["sampler_gap"], max(log["sampler_gap_max"], default=0.0)
+    gaps, largest = log["sampler_gap"], log["sampler_gap_max"] or [0.0]
     ratio = log["sampling/importance_sampling_ratio/mean"]
     if not gaps:
         return ""
     first, last, ratio_is = gaps[0], median(gaps[-WINDOW:]), median(ratio or [1.0])
-    if first >= 1 or largest >= 10:
+    if first >= 1 or median(largest) >= 10:
         found = "tokens"
-    elif first >= 0.1 or (first >= 0.02 and ratio_is <= 0.97):
+    elif first >= 0.1 or (first >= 0.02 and 0.9 < ratio_is <= 0.97):
         found = "temperature"
     elif last >= max(0.1, 4 * first):
         found = "weights"
     else:
-        found = "product" if ratio_is <= 0.9 else "rounding"
+        found = "product" if ratio_is <= 0.9 else "rounding" if last < 0.1 else ""
     saw = f"sampler_gap was {first:.2g} nats at first, {last:.2g} at last"
-    saw += f", {largest:.2g} at most" * (largest > 0) + f"; mean ratio {ratio_is:.3g}" * bool(ratio)
+    saw += f", {max(largest):.2g} at most" * any(largest) + f"; mean ratio {ratio_is:.3g}" * bool(
+        ratio
+    )
     return saw if found == kind else ""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..base.checks import check_number
 from .explanation import Explanation
 from .page import link_next, step_page
 
@@ -42,9 +43,8 @@ class ExplainedSteps:
     def __init__(
         self, folder: str | Path, *, every: int = 0, factor: float = 5.0, most: int = 5
     ) -> None:
-        for name, x, least in (("every", every, 0), ("factor", factor, 0), ("most", most, 0)):
-            if not least <= x < math.inf:
-                raise ValueError(f"{name}: expected a number >= {least}; got {x!r}")
+        for name, x in (("every", every), ("factor", factor), ("most", most)):
+            check_number(name, x, ">= 0")
         self.folder, self.every, self.factor = Path(folder) / "explanations", every, factor
         self.most = self.left = most
         self.seen = {name: deque[float](maxlen=WINDOW) for name in SPIKES}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -34,28 +34,18 @@ _OF_ALL = _SCALED - {"weight"} | {"gradient_share", "logp", "entropy", "moved"}
 
 
 def explain(
-    out: GRPOLossOutput,
-    targets: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor | None = None,
-    *,
-    old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None,
-    sampling_logps: Tensor | None = None,
-    ce_weights: Tensor | None = None,
+    out: GRPOLossOutput, targets: Tensor | None, advantages: Tensor, mask: Tensor | None = None, *,
+    old_logps: Tensor | None = None, ref_logps: Tensor | None = None,
+    sampling_logps: Tensor | None = None, ce_weights: Tensor | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    groups: int | Tensor | Sequence[int] | None = None,
+    cu_seqlens: Tensor | None = None, groups: int | Tensor | Sequence[int] | None = None,
     rewards: Tensor | Sequence[float] | None = None,
-    truncated: Tensor | Sequence[bool] | None = None,
-    d_hidden: Tensor | None = None,
-    next_logps: Tensor | None = None,
-    prompts: Sequence[str] | None = None,
-    texts: Sequence[Sequence[str]] | None = None,
-    tokenizer: Any = None,
+    truncated: Tensor | Sequence[bool] | None = None, d_hidden: Tensor | None = None,
+    next_logps: Tensor | None = None, prompts: Sequence[str] | None = None,
+    texts: Sequence[Sequence[str]] | None = None, tokenizer: Any = None,
     thresholds: Thresholds = Thresholds(),  # noqa: B008 - frozen
-) -> Explanation:
+) -> Explanation:  # fmt: skip
     """Shows which tokens a step's loss and gradient come from, and ranks the causes.
 
         hidden, weight = torch.randn(8, 24, 16, requires_grad=True), torch.randn(300, 16)
@@ -168,24 +158,23 @@ def join(parts: Sequence[Explanation], scales: Sequence[float] | None = None) ->
             names = f"{[*first]}; got {[*part.columns]}"
             raise ValueError(f"parts[{i}]: expected the columns of parts[0], {names}")
     columns = {name: torch.cat([part.columns[name] for part in parts]) for name in first}
-    counts = torch.tensor([len(part.sequence) for part in parts], dtype=torch.int64, device="cpu")
-    each = torch.tensor(factors, dtype=torch.float32, device="cpu").repeat_interleave(counts)
+    pairs = [*zip(parts, factors, strict=True)]
+    each = torch.cat([torch.full(x.sequence.shape, f, device="cpu") for x, f in pairs])
     columns |= {name: x * each for name, x in columns.items() if name in _SCALED}
     columns["gradient_share"] = shares(columns.get("d_hidden", columns["gradient"]))
     firsts = [0, *accumulate(len(part.sequences) for part in parts)]
     sequence = torch.cat([x.sequence + first for x, first in zip(parts, firsts, strict=False)])
     known = sequence_shares(columns, sequence, firsts[-1])
-    sequences = [
-        row | {name: values[i] for name, values in known.items()}
-        for i, row in enumerate(row for part in parts for row in part.sequences)
-    ]
+    sequences = [row.copy() for part in parts for row in part.sequences]
+    for i, row in enumerate(sequences):
+        row |= {name: values[i] for name, values in known.items()}
     texts, ids = [part.texts for part in parts], [part.token_ids for part in parts]
     joined = Explanation(
         columns, sequence, torch.cat([part.position for part in parts]), sequences,
         group_sums(sequences), [],
         None if None in texts else [row for rows in texts for row in rows or []],
         None if any(x is None for x in ids) else torch.cat([x for x in ids if x is not None]),
-        math.fsum((part.loss or 0.0) * factor for part, factor in zip(parts, factors, strict=True)),
+        math.fsum((part.loss or 0.0) * factor for part, factor in pairs),
     )  # fmt: skip
     return replace(joined, causes=rank(joined))
 
@@ -276,10 +265,8 @@ def _sequences(
     if wrong := [x for x in facts["reward"] if not isinstance(x, (int, float, type(None)))]:
         raise TypeError(f"rewards: expected numbers; got {wrong[0]!r}")
     facts["truncated"] = [None if x is None else bool(x) for x in facts["truncated"]]
-    return [
-        {name: x[i] for name, x in facts.items() if x[i] is not None or name == "group"}
-        for i in range(count)
-    ]
+    rows = (zip(facts, values, strict=True) for values in zip(*facts.values(), strict=True))
+    return [{name: x for name, x in row if x is not None or name == "group"} for row in rows]
 
 
 def _per_sequence(name: str, x: Any, count: int) -> list[Any]:
@@ -310,33 +297,31 @@ def _words(
     tokenizer: Any, texts: Any, ids: Tensor | None, position: Tensor, lengths: list[int]
 ) -> list[list[str]] | None:
     """The texts of the tokens that count, per sequence."""
-    if tokenizer is None:
-        rows = [] if texts is None else _per_sequence("texts", texts, len(lengths))
-        at = zip(rows, position.split(lengths), strict=False)
-        return None if texts is None else [_texts(i, *row) for i, row in enumerate(at)]
-    if ids is None:
-        raise ValueError("targets: expected token ids for a tokenizer; got None")
-    if texts is not None:
-        raise ValueError("tokenizer: expected None with texts; got one")
-    return decoded(tokenizer, [x.tolist() for x in ids.split(lengths)])
-
-
-def _texts(sequence: int, texts: Sequence[str], position: Tensor) -> list[str]:
-    if isinstance(texts, str):
-        raise TypeError(f"texts[{sequence}]: expected a list of texts; got one text")
-    if len(texts) == len(position):
-        return [*texts]
-    last = int(position[-1]) if len(position) else -1
-    if len(texts) <= last:
-        raise ValueError(
-            f"texts[{sequence}]: expected {len(position)} texts, or {last + 1} and more for all "
-            f"positions; got {len(texts)}"
-        )
-    return [texts[i] for i in position.tolist()]
+    if tokenizer is not None:
+        if ids is None:
+            raise ValueError("targets: expected token ids for a tokenizer; got None")
+        if texts is not None:
+            raise ValueError("tokenizer: expected None with texts; got one")
+        return decoded(tokenizer, [x.tolist() for x in ids.split(lengths)])
+    rows = [] if texts is None else _per_sequence("texts", texts, len(lengths))
+    words = []
+    for i, (row, at) in enumerate(zip(rows, position.split(lengths), strict=False)):
+        places = [*range(len(row))] if len(row) == len(at) else at.tolist()
+        if isinstance(row, str):
+            raise TypeError(f"texts[{i}]: expected a list of texts; got one text")
+        if max(places, default=-1) >= len(row):
+            raise ValueError(
+                f"texts[{i}]: expected {len(at)} texts, or {places[-1] + 1} and more for all "
+                f"positions; got {len(row)}"
+            )
+        words.append([row[place] for place in places])
+    return None if texts is None else words
 
 
 def decoded(tokenizer: Any, sequences: Sequence[list[int]]) -> list[list[str]]:
-    """The texts of each sequence's tokens.
+    """A text per token of each sequence: what it adds to that of the tokens before it.
+
+    By itself a token may lose its space, and bytes of a character have no text until the last.
 
     Raises:
         TypeError: the tokenizer has no `decode`.
@@ -345,22 +330,17 @@ def decoded(tokenizer: Any, sequences: Sequence[list[int]]) -> list[list[str]]:
         kind = type(tokenizer).__name__
         raise TypeError(f"tokenizer: expected an object with decode(ids); got {kind}")
     decode = cache(lambda *ids: tokenizer.decode([*ids]))
-    return [_decoded(decode, ids) for ids in sequences]
-
-
-def _decoded(decode: Callable[..., str], ids: list[int]) -> list[str]:
-    """A text per token: what it adds to that of the tokens before it.
-
-    By itself a token may lose its space, and bytes of a character have no text until the last.
-    """
-    texts, known, pending = [], tuple[int, ...](), tuple[int, ...]()
-    for token in ids:
-        pending = (*pending, token)
-        before, text = decode(*known) if known else "", decode(*known, *pending)
-        text = text[len(before) :] if text.startswith(before) else decode(*pending)
-        texts.append(text)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) > 7:
-            known, pending = pending, ()
-        else:
-            texts[-1] = "\N{REPLACEMENT CHARACTER}"
-    return texts
+    words = []
+    for ids in sequences:
+        texts, known, pending = list[str](), tuple[int, ...](), tuple[int, ...]()
+        for token in ids:
+            pending = (*pending, token)
+            before, text = decode(*known) if known else "", decode(*known, *pending)
+            text = text[len(before) :] if text.startswith(before) else decode(*pending)
+            texts.append(text)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) > 7:
+                known, pending = pending, ()
+            else:
+                texts[-1] = "\N{REPLACEMENT CHARACTER}"
+        words.append(texts)
+    return words

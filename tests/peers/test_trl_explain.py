@@ -112,12 +112,12 @@ def test_what_trl_logs_and_prints_is_read(tmp_path, capsys):
     )  # fmt: skip
     trainer.train()
     (printed := tmp_path / "run.log").write_text(capsys.readouterr().out)
-    rows, _ = logs.read(tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json")
+    rows, *_ = logs.read(tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json")
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[0].keys() >= {
         "loss", "grad_norm", "learning_rate", "reward", "reward_std", "groups_equal", "entropy",
         "completion_length", "truncated", "clip_ratio/region_mean",
     }  # fmt: skip
-    lines, _ = logs.read(printed)
+    lines, *_ = logs.read(printed)
     assert [row.keys() for row in lines] == [row.keys() for row in rows]
     assert [row["reward"] for row in lines] == pytest.approx([row["reward"] for row in rows], 1e-3)
     found = [x.rule.name for x in verdicts(rows)]
