@@ -167,7 +167,9 @@ def truncated(log: Log) -> str:
 
 def bad_gradient(log: Log) -> str:
     bad = [
-        f"{name} is {row[name]} at step {row['step']}" for row in log.rows
+        # Our own files have null for both.
+        f"{name} is {'NaN or infinite' if row[name] is None else row[name]} at step {row['step']}"
+        for row in log.rows
         for name in ("grad_norm", "loss") if not_finite(row, name) and not skipped_by_scaler(row)
     ]  # fmt: skip
     more = f", the first of {len(bad)} such values at {len(log.rows)} steps" * (len(bad) > 1)
