@@ -159,7 +159,9 @@ def join(parts: Sequence[Explanation], scales: Sequence[float] | None = None) ->
             raise ValueError(f"parts[{i}]: expected the columns of parts[0], {names}")
     columns = {name: torch.cat([part.columns[name] for part in parts]) for name in first}
     pairs = [*zip(parts, factors, strict=True)]
-    each = torch.cat([torch.full(x.sequence.shape, f, device="cpu") for x, f in pairs])
+    each = torch.cat(
+        [torch.full(x.sequence.shape, f, dtype=torch.float32, device="cpu") for x, f in pairs]
+    )
     columns |= {name: x * each for name, x in columns.items() if name in _SCALED}
     columns["gradient_share"] = shares(columns.get("d_hidden", columns["gradient"]))
     firsts = [0, *accumulate(len(part.sequences) for part in parts)]
