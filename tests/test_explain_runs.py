@@ -162,8 +162,8 @@ def test_several_runs_are_compared_with_the_best(tmp_path):
     folders.append(run_of(tmp_path / "d"))
     page = page_of(*folders, output=tmp_path / "all.html")
     assert page.verdict == (
-        f"b/x answers 90.0 % of 20 problems not trained on; within chance of it: {tmp_path.name}/c "
-        "(85.0 %); behind by more than chance: a/x (50.0 %)."
+        "b/x answers 90.0 % of 20 problems not trained on, step 9; within chance of it: "
+        f"{tmp_path.name}/c (85.0 %, step 9); behind by more than chance: a/x (50.0 %, step 9)."
     )
     assert page.parts[("h1",)] == "4 runs"
     found = {x["name"]: x.get("behind") for x in page.data()["runs"]}

@@ -43,8 +43,8 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
     "Loss is 0, negative or rising?": (
         Rule("loss_zero", "normal", 0, signs.loss_zero, "TRL #2703, #3452; open-r1 #239",
              "Loss is 0 or close to it, the gradient is not",
-             "The ratio is 1 and a group's advantages add up to 0, so the policy term is 0; its "
-             "gradient is not", "Watch the reward"),
+             "The ratio is 1 and a group's advantages add up to 0, so the loss cancels to 0; the "
+             "tokens' gradients do not", "Watch the reward"),
         Rule("loss_negative", "normal", 0, signs.loss_negative, "simple_GRPO #30, open-r1 #704",
              "Loss is negative, or changes sign",
              "With unequal lengths or several updates the policy term has either sign"),
@@ -57,18 +57,18 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
              "No KL, or NaN in all rows", "Without beta there is no reference",
              "Set beta > 0 (verl: use_kl_loss) if you want one"),
         Rule("kl_zero", "look", 0, signs.kl_zero, "ms-swift #5571, theLMbook #8",
-             f"KL is 0 after {WINDOW} steps, too",
+             f"KL is still 0 after {WINDOW} steps",
              "The weights do not move, or the reference moves with them; some trainers log 0 "
              "without beta", "Check beta, grad_norm and learning_rate"),
         Rule("kl_negative", "normal", 0, signs.kl_negative, "TRL #3240, verl #7412",
              "KL is below 0, but on average above -0.1",
-             "k1 takes either sign; so does verl's actor/ppo_kl"),
+             "The estimate k1 has either sign; so has verl's actor/ppo_kl"),
         Rule("kl_below", "look", 0, partial(signs.kl_negative, usual=False), "LlamaFactory #1833",
              "KL is mostly below -0.1",
-             "The mean is above 0 for samples of the policy: the sampler has another distribution",
+             "A true KL is not negative: these samples are not from the policy that is scored",
              "Compare temperature, top_p and weights of both"),
     ),
-    "KL in the billions?": (
+    "KL above 10, or in the billions?": (
         Rule("kl_large", "look", 1, signs.kl_large, "torchforge #664, TRL #3015",
              "Mean KL, or that of a token (`kl_max`), is above 10",
              "k3 grows exponentially with the distance, so one token can be all of it",
@@ -77,14 +77,14 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
     "Entropy falls?": (
         Rule("entropy_learns", "normal", 0, partial(signs.entropy_falls, learns=True),
              "make demo", f"Entropy halves within {FAST} steps, reward rises",
-             "The policy becomes sure of what pays, such as a format"),
+             "The policy becomes sure of what earns reward, such as a format"),
         Rule("entropy_falls", "look", 0, partial(signs.entropy_falls, learns=False),
              "verl #5953, TRL #5584", f"Entropy halves within {FAST} steps, reward does not rise",
              "Variety is lost, and nothing gained",
              "Raise epsilon_high or entropy_coef (verl: clip_ratio_high, entropy_coeff), or lower "
              "learning_rate"),
         Rule("entropy_low", "stop", WINDOW, signs.entropy_low, "TRL #6140",
-             "Entropy is below 0.05, and a fifth of the first",
+             "Entropy is below 0.05, and below a fifth of its first value",
              "Completions of a group become alike, and so do their rewards",
              "Lower learning_rate, raise temperature, epsilon_high or entropy_coef"),
     ),
@@ -92,24 +92,26 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
         Rule("clip_zero", "normal", 0, signs.clip_zero, "TRL #3120, #3757",
              "Clip ratios are always 0",
              "With one update per rollout the ratio is 1 when the loss is computed",
-             "Only several updates clip: epochs_per_rollout, minibatches (TRL: num_iterations; "
-             "verl: ppo_epochs)"),
+             "Ratios are clipped from the second update on: epochs_per_rollout, minibatches (TRL: "
+             "num_iterations; verl: ppo_epochs)"),
         Rule("ratio_large", "look", 1, lambda log: log.top(10.0, "ratio_max"), "arXiv 1912.09729",
-             "A ratio is above 10", "No clip bounds a ratio whose advantage is negative",
+             "A ratio is above 10",
+             "PPO's clip does not bound a large ratio whose advantage is negative",
              "Set delta (verl: clip_ratio_c), or lower learning_rate"),
     ),
     "All rewards equal?": (
         Rule("groups_equal", "stop", WINDOW, lambda log: signs.stretch(log, "groups_equal", 1.0),
              "TRL #3857, ms-swift #4570",
-             f"`groups_equal` (TRL: `frac_reward_zero_std`) is 1 at {WINDOW} steps",
-             "A group with equal rewards teaches nothing; rewards/NAME/std is the batch's",
+             f"`groups_equal` (TRL: `frac_reward_zero_std`) is 1 at {WINDOW} steps in a row",
+             "A group with equal rewards teaches nothing; rewards/NAME/std is over the "
+             "batch, and does not show it",
              "Take other prompts, finer rewards, more num_generations, a higher temperature"),
     ),
     "Grad norm 0, NaN or a spike?": (
         Rule("gradient", "stop", 1, signs.bad_gradient, "unsloth #3006, ms-swift #3136",
              "Loss or grad norm is NaN or infinite",
-             "grpo_kernels skips the update, as float16's loss scaling does in first steps; others "
-             "may lose the weights",
+             "grpo_kernels skips the update, as float16's loss scaling does in first steps; other "
+             "trainers may make the weights NaN",
              "Lower learning_rate, and look for NaN in the model"),
         Rule("loss_scale", "normal", 1, signs.scaled, "arXiv 1710.03740",
              "Gradients too large for float16 in first steps",
@@ -119,21 +121,21 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
              "No trained weight has a gradient",
              "Check requires_grad, LoRA's targets and DeepSpeed's version"),
         Rule("grad_spike", "look", 0, signs.spikes, "TRL #2980, ms-swift #3713",
-             "Grad norm exceeds all before, and five times their median",
+             "Grad norm exceeds all of the last 100 steps, and five times their median",
              "The norm is logged before clipping, so one spike does little harm",
              "Set max_grad_norm; a step's page names the tokens"),
     ),
     "Reward up, accuracy down?": (
         Rule("reward_hacking", "look", 0, signs.hacking, "open-r1 #255, autocontext #1076",
              "Reward rises, accuracy falls",
-             "The reward pays for something else, such as a format, or for known prompts",
+             "The reward pays for something else, such as a format, or prompts are memorised",
              "Read completions, weigh the answer more (reward_weights), raise beta"),
     ),
     "Completions cut?": (
         Rule("truncated", "stop", WINDOW, signs.truncated, "TRL #5759, autocontext #1067",
-             f"95 % of the completions are cut at {WINDOW} steps",
+             f"95 % of the completions are cut, at {WINDOW} steps in a row",
              "They end before their answer, so rewards tell little",
-             "Raise max_completion_length (verl: max_response_length), or set stop"),
+             "Raise max_completion_length (verl: max_response_length), or set a stop string"),
     ),
     "Sampler and trainer apart?": (
         Rule("gap_rounding", "normal", 0, partial(signs.gap, kind="rounding"),
@@ -143,27 +145,27 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
              "rollout_is)"),
         Rule("gap_product", "look", 0, partial(signs.gap, kind="product"), "TRL #5814",
              "The gap is below 0.1 nats, the mean importance ratio 0.9 or less",
-             "A sequence's ratio is the product of its tokens', and is capped or masked",
+             "Small gaps of tokens multiply over a sequence, whose ratio is capped or masked",
              "Set is_correction token_truncate (TRL: vllm_importance_sampling_mode)"),
         Rule("gap_temperature", "look", 0, partial(signs.gap, kind="temperature"),
              "TRL #4159, #6789",
              "The gap is 0.1 to 1 nats from the first step, or 0.02 with a ratio of 0.9 to 0.97",
-             "Temperature, top-p, top-k or min-p of the sampler is not in the loss",
+             "The loss leaves out the sampler's temperature, top-p, top-k or min-p",
              "Keep replay_support on, use one temperature"),
         Rule("gap_weights", "stop", 0, partial(signs.gap, kind="weights"), "ms-swift #9855",
-             "The gap is small at first, and grows fourfold, above 0.1 nats",
+             "The gap is small at first, grows fourfold and passes 0.1 nats",
              "The sampler has old weights, or a base model without its LoRA",
              "Check that weights reach the sampler after each step"),
         Rule("gap_tokens", "stop", 0, partial(signs.gap, kind="tokens"), "TRL #5224, rllm #272",
-             "The gap is above 1 nat from the first step, or 10 nats at a token of most steps",
+             "The gap is above 1 nat from the first step, or a token of most steps is off by 10",
              "Tokens differ: targets shifted by one, text encoded again, other special tokens",
              "Pass the sampler's ids, not its text"),
     ),
     "Nothing moves at a small learning rate?": (
         Rule("bf16_weights", "look", 0, signs.rounded_away, "AReaL #1634, pytorch/ao #1124",
              "Weights in bf16 without an fp32 copy, learning rate below 1/512 of a weight",
-             "bf16 has 8 bits: a relative change below 1/512 to 1/256 rounds away; DeepSpeed's "
-             "optimizer has fp32 copies",
+             "In bf16 a change below 1/512 to 1/256 of a weight is lost; DeepSpeed's optimizer "
+             "has fp32 copies",
              "Set dtype mixed (fp32 weights, bf16 GEMMs), lora_rank, or a larger learning_rate"),
     ),
     "Other warnings of our trainer": (
@@ -173,12 +175,12 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
              "Look at samples.jsonl for long or nested expressions"),
         Rule("support_missing", "look", 1, signs.no_support, "docs/support.md",
              "`support/mean` is absent with top_k, top_p or min_p",
-             "The loss uses the full softmax, another policy than the one that sampled",
-             "Return Completion.support, or turn replay_support off"),
+             "The loss uses the full softmax, and scores another policy than the one that sampled",
+             "Let your rollout return Completion.support, or turn replay_support off"),
     ),
 }  # fmt: skip
 RULES = {rule.name: rule for rules in QUESTIONS.values() for rule in rules}
-VERDICTS = {"normal": "normal", "look": "look at this", "stop": "stop"}
+VERDICTS = {"stop": "stop", "look": "look at this", "normal": "normal"}
 _INTRODUCTION = """\
 # Is this number normal?
 
@@ -190,13 +192,15 @@ python -m grpo_kernels.explain wandb.csv   # charts of one run; also verl's cons
 python -m grpo_kernels.explain runs/a      # a run of this library
 python -m grpo_kernels.explain step_12/    # tokens: TRL's parquet, prime-rl's exports
 ```
+
+`normal`: go on. `look`: find out why. `stop`: the run learns nothing, or breaks.
 """
 
 
 def verdicts(
     rows: Sequence[Row], options: Mapping[str, Any] = {}, names: Mapping[str, str] = {}
 ) -> list[Finding]:
-    """Returns what a log shows, normal signs first.
+    """Returns what a log shows, the most urgent first.
 
     Args:
         rows: steps with our names of metrics, as `logs.read` returns them.

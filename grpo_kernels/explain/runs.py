@@ -192,9 +192,13 @@ def _comparison(runs: Sequence[dict[str, Any]]) -> str:
     for run in known:
         if run is not best:
             run["behind"] = _difference(best, -1, run)
-            behind[run["behind"]["beyond"]].append(f"{run['name']} ({_percent(run)})")
-    problems = _problems(best["evaluations"][-1]["problems"])
-    text = f"{best['name']} answers {_percent(best)} of {problems}"
+            last = run["evaluations"][-1]["step"]
+            behind[run["behind"]["beyond"]].append(
+                f"{run['name']} ({_percent(run)}, step {last:,})"
+            )
+    last = best["evaluations"][-1]
+    text = f"{best['name']} answers {_percent(best)} of {_problems(last['problems'])}"
+    text += f", step {last['step']:,}"
     for kind, words in ((False, "within chance of it"), (True, "behind by more than chance")):
         text += f"; {words}: {', '.join(behind[kind])}" if behind[kind] else ""
     return f"{text}."

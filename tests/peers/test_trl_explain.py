@@ -121,4 +121,4 @@ def test_what_trl_logs_and_prints_is_read(tmp_path, capsys):
     assert [row.keys() for row in lines] == [row.keys() for row in rows]
     assert [row["reward"] for row in lines] == pytest.approx([row["reward"] for row in rows], 1e-3)
     found = [x.rule.name for x in verdicts(rows)]
-    assert found == ["loss_zero", "kl_absent", "clip_zero", "truncated"]
+    assert found == ["truncated", "loss_zero", "kl_absent", "clip_zero"]
