@@ -139,7 +139,8 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
     ),
     "Sampler and trainer apart?": (
         Rule("gap_rounding", "normal", 0, partial(signs.gap, kind="rounding"),
-             "TRL #4772, Fast-LLM #525", "The gap is constant, below 0.1 nats",
+             "TRL #4772, Fast-LLM #525",
+             "The gap, the mean difference of the two's log-probs, is constant, below 0.1 nats",
              "Kernels and bf16 round differently, by 0.01 to 0.04 nats",
              "is_correction bounds the effect (TRL: vllm_importance_sampling_correction; verl: "
              "rollout_is)"),
