@@ -40,7 +40,7 @@ CASES = {
     "dapo": {},
     "grpo with a KL": {"loss_type": "grpo", "beta": 0.04, "delta": 1.5},
     "sequence": {"importance_sampling_level": "sequence", "loss_type": "bnpo", "beta": 0.04},
-    "top entropy": {"top_entropy_quantile": 0.5, "gradient_accumulation_steps": 1},
+    "top entropy": {"top_entropy_quantile": 0.6, "gradient_accumulation_steps": 1},
     "entropy bonus": {"entropy_coef": 0.1, "loss_type": "dr_grpo"},
     "exact KL": {"exact_kl": True, "beta": 0.1},
     "vespo": {"loss_type": "vespo"},
