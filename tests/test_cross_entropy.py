@@ -141,3 +141,10 @@ def test_log_probs_without_a_weight_may_be_anything(other):
     assert out.loss.item() == -1 + 0.25 * 2
     assert out.metrics["ce_loss"].item() == 0.5 and out.metrics["ce_nll"].item() == 2
     assert logps.grad.tolist() == [[-1.0, 0.0, -0.25]]
+
+
+def test_without_any_weight_the_metrics_are_0():
+    batch = mixed_batch()
+    batch.ce_weights = torch.zeros_like(batch.ce_weights)
+    out = expect_equal(batch, {"config": config(loss_type="dapo"), "ce_weights": True})
+    assert all(out.metrics[name] == 0 for name in ("ce_loss", "ce_tokens", "ce_nll"))
