@@ -88,10 +88,10 @@ def make_divergence(argument: str, name: str, beta: float) -> Divergence:
 
 def divergence_addends(s: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
     """The part of each outcome in the divergence, from log-probs `s` and `t` of one shape."""
-    # An outcome that both rule out has no part: of -inf and -inf autograd would make NaN.
+    # An outcome that both rule out has no part, as one of equal probabilities: of -inf and -inf
+    # autograd would make NaN.
     none = (s == -torch.inf) & (t == -torch.inf)
-    s, t = s.masked_fill(none, 0.0), t.masked_fill(none, 0.0)
-    return divergence.addends(s, t).masked_fill(none, 0.0)
+    return divergence.addends(s.masked_fill(none, 0.0), t.masked_fill(none, 0.0))
 
 
 def _log_rest(log_p: Tensor) -> Tensor:
