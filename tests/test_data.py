@@ -20,6 +20,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from examples import problems
+from grpo_kernels.explain.records import text_of
 from grpo_kernels.training import TrainingConfig, load_problems
 from grpo_kernels.training.problems import answers, data, rewards
 from grpo_kernels.training.problems.prompts import (
@@ -28,7 +29,6 @@ from grpo_kernels.training.problems.prompts import (
     build_prompt,
     short_enough,
 )
-from grpo_kernels.training.run import observers
 from grpo_kernels.training.run.schedule import place_of
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
@@ -461,7 +461,7 @@ def test_a_prompt_that_is_none_is_refused(prompt, message):
     ),
 )
 def test_a_message_has_a_text_parts_or_nothing(content, text):
-    assert observers.prompt_text([USER, {"role": "user", "content": content}]) == text
+    assert text_of([{"role": "user", "content": content}]) == text
 
 
 def test_prompts_are_made_as_the_options_say():

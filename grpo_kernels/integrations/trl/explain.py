@@ -31,7 +31,7 @@ _NO_BOUND = torch.finfo(torch.float32).max
 
 @contextmanager
 def _harmless(consequence: str) -> Iterator[None]:
-    """Turns errors into warnings: who looks on never ends a run."""
+    """Turns errors into warnings: an explanation that fails never ends a run."""
     try:
         yield
     except Exception as error:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from ...base.text import printable
 from ...explain import runs
+from ...explain.records import text_of
 from ...explain.rules import verdicts
 from ..config import DTYPES, TrainingConfig
 from . import about, logs, ranks
@@ -180,14 +181,6 @@ def observers_of(
     return observers + [Trackers(config, accelerator)] * bool(config.trackers)
 
 
-def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """Returns the text of a prompt, or of a chat's last message, whose content may have parts."""
-    content = prompt if isinstance(prompt, str) else prompt[-1].get("content")
-    if content is None or isinstance(content, str):  # None in a message that calls a tool
-        return content or ""
-    return "".join(str(part.get("text") or "") for part in content)
-
-
 def introduction(
     config: TrainingConfig, accelerator: Accelerator, policy: Any, problems: int, held_out: int
 ) -> Iterator[str]:  # fmt: skip
@@ -239,7 +232,8 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for i, row in enumerate(rows):
         if i == 0 or row["prompt"] != rows[i - 1]["prompt"]:
-            *_, last = prompt_text(row["prompt"]).strip().split("\n\n")  # without examples
+            prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1:]
+            *_, last = text_of(prompt).strip().split("\n\n")  # without examples
             answer = _in_one_line(str(row["answer"]))[:20]
             lines.append(f"      prompt: {_in_one_line(last)[-90:]}  (right answer: {answer})")
         lines.append(
