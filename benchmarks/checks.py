@@ -12,16 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import OURS, outside
-from benchmarks.measure import (
-    ByContender,
-    Loss,
-    gradient_norms,
-    loss_of,
-    reason,
-    step,
-    with_grad,
-)
+from benchmarks.contenders import CONTENDERS, OURS, outside
+from benchmarks.measure import Loss, gradient_norms, reason, step, with_grad
 from benchmarks.workloads import Workload
 from grpo_kernels import Reference, reference
 
@@ -29,7 +21,6 @@ CHECKED_SEQUENCES, CHECKED_POSITIONS = 2, 64
 # Allowed errors. Those of gradients are relative to the norm of the float64 gradient of the same
 # inputs, that of the loss to the mean size of its terms, which is 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-ERRORS = ("loss", "d_hidden", "d_weight")
 WRONG = ("wrong", "wrong in full")  # statuses of a row that has errors above the limit
 
 
@@ -111,10 +102,10 @@ def _relative_error(grad: Tensor, expected: Tensor) -> float:
     return squares**0.5 / float(expected.norm())
 
 
-def check(name: str, truth: Truth, backend: str) -> dict[str, Any]:
+def check(name: str, truth: Truth) -> dict[str, Any]:
     """Returns the errors of a contender and its status, also if it raises an exception."""
     try:
-        row = errors(loss_of(name, backend), truth)
+        row = errors(CONTENDERS[name], truth)
     except Exception as error:
         return {"status": reason(error)}
     status = "ok" if right(row.values(), truth.w.hidden.dtype) else "wrong"
@@ -137,15 +128,6 @@ def step_error(result: Sequence[float], expected: Sequence[float]) -> float:
     sizes = (1.0, *(size or 1.0 for size in expected[1:]))
     errors = [abs(x - y) / size for x, y, size in zip(result, expected, sizes, strict=True)]
     return float(torch.tensor(errors).max())  # NaN, if one is
-
-
-def wrong_in_full(rows: ByContender, expected: Sequence[float], dtype: torch.dtype) -> set[str]:
-    """Returns the contenders whose loss or gradient norms are off in a timed step."""
-    results = {k: x["results"] for k, x in rows.items() if "results" in x}
-    return {
-        name for name, steps in results.items()
-        if not right((step_error(x, expected) for x in steps), dtype)
-    }  # fmt: skip
 
 
 def errors_of(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.contenders import BASELINE, CONTENDERS
+from benchmarks.contenders import CONTENDERS
 from benchmarks.cost_model import shape
-from benchmarks.measure import header
+from benchmarks.measure import header, table
 
 COLUMNS = ["median", "min", "max", "rounds"]
 GROUPS = pytest.StashKey[list[Any]]()
@@ -69,22 +69,17 @@ def pytest_terminal_summary(
     """Prints time and memory beside eager's and the bare GEMMs, and the largest error."""
     for name, rows in config.stash.get(GROUPS, []):
         # Rows of the run compared with have a path.
-        by_name = {r["extra_info"].get("contender"): r for r in rows if r["path"] is None}
-        measured = {x: by_name[x] for x in CONTENDERS if x in by_name}
-        base = measured.get(BASELINE)
-        terminalreporter.write_line(f"\n{name}")
-        terminalreporter.write_line(
-            f"{'':25}{'seconds':>8} {'x eager':>8} {'x GEMMs':>8} {'peak MiB':>9} {'x eager':>8} "
-            f"{'error':>8}"
-        )
-        for contender, row in measured.items():
-            peak, line = row["extra_info"]["peak_bytes"], f"{contender:25}{row['median']:8.3f}"
-            line += f" {row['median'] / base['median']:8.2f}" if base else f"{'':9}"
-            line += f" {row['extra_info']['x_floor']:8.2f} {peak / 2**20:9,.0f}"
-            line += f" {peak / base['extra_info']['peak_bytes']:8.2f}" if base else f"{'':9}"
-            errors, limit = row["extra_info"]["errors"], row["extra_info"]["limit"]
-            # Written so that NaN is above the limit.
-            high = {k: x for k, x in errors.items() if not x <= limit}
-            line += f" {max((high or errors).values()):8.1e}"
-            line += f" above {limit:.0e}: {', '.join(high)}" if high else ""
+        by_name = {x["extra_info"].get("contender"): x for x in rows if x["path"] is None}
+        lines = [row_of(by_name[x]) for x in CONTENDERS if x in by_name]
+        for line in (f"\n{name}", *table(lines, max(x["limit"] for x in lines))):
             terminalreporter.write_line(line)
+
+
+def row_of(stats: dict[str, Any]) -> dict[str, Any]:
+    """Returns what `table` takes of a test's statistics."""
+    info = stats["extra_info"]
+    return {
+        "name": info["contender"], "limit": info["limit"], **info["errors"],
+        "seconds": [stats["min"], stats["median"], stats["max"]],
+        "floor_seconds": [info["floor_seconds"]], "extra_bytes": info["peak_bytes"],
+    }  # fmt: skip

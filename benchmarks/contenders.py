@@ -24,7 +24,6 @@ from torch import Tensor
 
 from benchmarks.workloads import Teacher, Workload
 from grpo_kernels import (
-    Execution,
     Reference,
     Support,
     fused_distillation_loss,
@@ -46,11 +45,11 @@ class Contender:
     absent: Callable[[torch.device], str | None] = lambda _: None
     divergence: Callable[..., Tensor] | None = None  # the loss of a workload with a teacher
 
-    def __call__(self, w: Workload, **execution: Any) -> Tensor:
+    def __call__(self, w: Workload) -> Tensor:
         """Returns the loss of a workload."""
         loss = self.loss if w.teacher is None else self.divergence
         assert loss is not None
-        return loss(w, **execution)
+        return loss(w)
 
 
 def _loss_of(w: Workload, logps: Tensor) -> Tensor:
@@ -113,19 +112,16 @@ def torch_chunked(w: Workload) -> Tensor:
     return torch_linear_cross_entropy(w, options=options)
 
 
-def one_pass(w: Workload, **execution: Any) -> Tensor:
-    """Takes options of `Execution`, as all of this library's contenders do."""
+def one_pass(w: Workload) -> Tensor:
     return fused_grpo_loss(
         w.hidden, w.weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps,
-        support=w.support, execution=Execution(**execution),
+        support=w.support,
     ).loss  # fmt: skip
 
 
-def two_passes(w: Workload, **execution: Any) -> Tensor:
+def two_passes(w: Workload) -> Tensor:
     """Log-probs, then a loss over them, which the backward hands its gradient."""
-    logps = linear_logprobs(
-        w.hidden, w.weight, w.targets, w.mask, support=w.support, execution=Execution(**execution)
-    ).logps
+    logps = linear_logprobs(w.hidden, w.weight, w.targets, w.mask, support=w.support).logps
     return grpo_loss(logps, w.advantages, w.mask, old_logps=w.old_logps).loss
 
 
@@ -200,10 +196,8 @@ def eager_divergence(w: Workload) -> Tensor:
     return _mean(w, (s.exp() * (s - t)).sum(-1))
 
 
-def fused_divergence(w: Workload, **execution: Any) -> Tensor:
-    return fused_distillation_loss(
-        w.hidden, w.weight, Reference(*_teacher(w)), w.mask, execution=Execution(**execution)
-    ).loss
+def fused_divergence(w: Workload) -> Tensor:
+    return fused_distillation_loss(w.hidden, w.weight, Reference(*_teacher(w)), w.mask).loss
 
 
 def trl_divergence(w: Workload) -> Tensor:
@@ -289,8 +283,8 @@ CONTENDERS: dict[str, Contender] = {
     "Liger fused linear": Contender(liger_fused_linear, _needs("liger_kernel"), liger_divergence),
     "eager, compiled": Contender(compiled, _compiler_absent),
 }
-# Contenders that run in the benchmark's process on a GPU: no peers' code, nothing that compiles.
-TRUSTED = (BASELINE, *OURS, "torch linear CE", "torch linear CE, chunked")
+# Modules of peers that take seconds to import.
+IMPORTED = ("trl.trainer.utils", "trl.kernels.chunked_logprob", "liger_kernel.chunked_loss")
 
 
 def contenders_of(w: Workload) -> list[str]:

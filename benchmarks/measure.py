@@ -5,22 +5,19 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import math
 import multiprocessing
 import os
 import platform
 import re
-import resource
 import statistics
 import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -29,22 +26,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import BASELINE, CONTENDERS, IMPORTED
 from benchmarks.workloads import Workload
 
 FLOOR = "bare GEMMs"
+ERRORS = ("loss", "d_hidden", "d_weight", "step")
 # The GPU's memory is exhausted, or the system killed the process for want of memory.
 OUT_OF_MEMORY = (torch.OutOfMemoryError, BrokenProcessPool)
 # From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-# Memory that malloc holds is sometimes too fragmented for a step. A step with more page faults than
-# this is repeated, up to so many times in all.
-_FEW_FAULTS, _TRIES = 5_000, 4
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 Loss = Callable[[Workload], Tensor]
-ByContender = dict[str, dict[str, Any]]  # results so far
 T = TypeVar("T")
 
 
@@ -125,12 +119,6 @@ def with_grad(w: Workload) -> Workload:
     return w
 
 
-def loss_of(name: str, backend: str) -> Loss:
-    """Returns a contender's loss, with `backend` if it is one of this library's."""
-    execution: dict[str, Any] = {"backend": backend} if "ours" in name else {}
-    return partial(CONTENDERS[name], **execution)
-
-
 def step(loss: Loss, w: Workload) -> Tensor:
     """Runs forward and backward; returns the loss."""
     value = loss(w)
@@ -147,62 +135,6 @@ def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start, result
-
-
-def times(
-    names: Sequence[str],
-    path: Path,
-    device: torch.device,
-    rounds: int,
-    backend: str = "auto",
-    deadline: float = math.inf,
-    each_round: Callable[[ByContender], None] = lambda _: None,
-) -> ByContender:
-    """Times forward and backward of the bare GEMMs and each contender, in turns.
-
-    On a CPU each contender has a process of its own, which waits while others run. In a shared one
-    the time would depend on the memory that the others left with the allocator.
-
-    Args:
-        names: the contenders.
-        path: the file of a stored workload.
-        device: where to load the workload.
-        rounds: how many times each contender is measured.
-        backend: of this library's contenders.
-        deadline: a value of `time.monotonic()` after which no further round begins.
-        each_round: called after each round with what has been taken so far.
-
-    Returns:
-        For each name lists of `seconds` and `results` (the loss and the norms of the gradients),
-        one entry per round; for one that failed, `status` with the reason.
-    """
-    from tqdm import tqdm
-
-    taken: ByContender = {name: {} for name in (FLOOR, *names)}
-    with ExitStack() as stack:
-        own_process = () if device.type == "cuda" else taken
-        pools = {name: stack.enter_context(fresh_process()) for name in own_process}
-        bar = stack.enter_context(tqdm(total=rounds * len(taken), desc="timing", disable=None))
-        for done in range(rounds):
-            if done and time.monotonic() > deadline:
-                break
-            for name, samples in taken.items():
-                bar.update()
-                if "status" in samples:
-                    continue
-                turn, pool = (name, path, device, backend), pools.get(name)
-                try:
-                    result = pool.submit(take_turn, *turn).result() if pool else take_turn(*turn)
-                except Exception as error:
-                    if name == FLOOR:  # every result is relative to it
-                        raise
-                    taken[name] = {"status": reason(error)}
-                    continue
-                for key, value in result.items():
-                    samples.setdefault(key, []).append(value)
-            each_round(taken)
-    _held.clear()
-    return taken
 
 
 def reason(error: Exception) -> str:
@@ -224,93 +156,27 @@ def fresh_process() -> ProcessPoolExecutor:
     """Returns an executor of one process, forked (if possible) after the imports and no work."""
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    context.set_forkserver_preload(["benchmarks.contenders"])
+    context.set_forkserver_preload(["benchmarks.measure", *IMPORTED])
     return ProcessPoolExecutor(1, mp_context=context)
-
-
-def run_alone(run: Callable[..., T], *arguments: Any, limit_s: float = math.inf) -> T:
-    """Returns the result of a function that runs in a process of its own, for a time at most.
-
-    Raises:
-        TimeoutError: the time is over; the process has been killed.
-        BrokenProcessPool: the process ended by itself.
-    """
-    pool = fresh_process()
-    try:
-        waits = None if math.isinf(limit_s) else max(0.0, limit_s)
-        return pool.submit(run, *arguments).result(waits)
-    except FutureTimeout:
-        for process in (getattr(pool, "_processes", None) or {}).values():
-            process.kill()
-        raise TimeoutError(f"more than {limit_s:.0f} s") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def trim_memory() -> None:
-    """Returns freed memory to the system (with glibc; no effect elsewhere)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 # The workload that this process has loaded, by its path.
 _held: dict[Path, Workload] = {}
 
 
-def load(path: Path, device: torch.device, *, shared: bool) -> Workload:
-    """Loads a stored workload once; `shared` maps its memory, which all processes then share."""
+def load(path: Path, device: torch.device) -> Workload:
+    """Loads a stored workload once."""
     if path not in _held:
         warnings.filterwarnings("ignore", category=UserWarning)
-        mapped = shared and device.type == "cpu"
-        loaded = torch.load(path, mmap=mapped, map_location=device)
         _held.clear()
-        _held[path] = Workload(**loaded)
+        _held[path] = Workload(**torch.load(path, map_location=device))
     return with_grad(_held[path])
-
-
-def release() -> None:
-    """Gives the GPU's memory back, for another process."""
-    _held.clear()
-    torch.cuda.empty_cache()
-
-
-def take_turn(name: str, path: Path, device: torch.device, backend: str) -> dict[str, Any]:
-    """Runs a warm-up step and a timed one, then returns the memory to the system."""
-    w = load(path, device, shared=True)
-    if device.type == "cpu":
-        keep_memory()  # as PyTorch does on a GPU
-    try:
-        if name == FLOOR:
-            run = bare_gemms(w)
-            run()
-            return {"seconds": timed(run, device)[0]}
-        return time_step(loss_of(name, backend), w)
-    finally:
-        with_grad(w)
-        trim_memory()  # the other processes need it
-
-
-def time_step(loss: Loss, w: Workload) -> dict[str, Any]:
-    """Times a step, after one that is not counted."""
-    step(loss, w)
-    for remaining in reversed(range(_TRIES)):
-        with_grad(w)
-        before = _page_faults()
-        seconds, value = timed(partial(step, loss, w), w.hidden.device)
-        if not remaining or _page_faults() - before < _FEW_FAULTS:
-            break
-    return {"seconds": seconds, "results": (float(value), *gradient_norms(w))}
 
 
 def gradient_norms(w: Workload) -> list[float]:
     """Returns the norms of the gradients of the hidden states and the head; 0 where is none."""
     gradients = [x.grad for x in (w.hidden, w.weight)]
     return [0.0 if x is None else float(x.float().norm()) for x in gradients]
-
-
-def _page_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @contextmanager
@@ -323,18 +189,12 @@ def stored(w: Workload) -> Iterator[Path]:
         yield path
 
 
-def extra_memory(name: str, path: Path, device: torch.device, backend: str = "auto") -> int:
+def measure_memory(name: str, path: Path, device: torch.device) -> int:
     """Returns the peak memory of forward and backward beyond the inputs, in bytes.
 
-    On a CPU this runs in a fresh process, as `PeakMemory` needs, and raises `BrokenProcessPool` if
-    that is killed for want of memory.
+    On a CPU `PeakMemory` needs a fresh process for it.
     """
-    args = (name, path, device, backend)
-    return measure_memory(*args) if device.type == "cuda" else run_alone(measure_memory, *args)
-
-
-def measure_memory(name: str, path: Path, device: torch.device, backend: str) -> int:
-    loss, w = loss_of(name, backend), load(path, device, shared=False)
+    loss, w = CONTENDERS[name], load(path, device)
     # The first call loads libraries and starts thread pools: make it a tiny one. torch.compile
     # compiles for the shapes, so its first call has to be of full size.
     step(loss, w if "compiled" in name else with_grad(w.tiny()))
@@ -346,12 +206,15 @@ def measure_memory(name: str, path: Path, device: torch.device, backend: str) ->
     return memory.extra_bytes
 
 
-def kept_step(name: str, path: Path, device: torch.device, backend: str) -> float:
-    """Runs a step whose memory this process keeps for the next one; returns the loss."""
+def kept_step(name: str, path: Path, device: torch.device) -> tuple[float, float]:
+    """Runs a step in memory that this process keeps for the next one; returns seconds and loss."""
     if device.type == "cpu":
         keep_memory()  # as PyTorch does on a GPU
-    w = load(path, device, shared=False)
-    return float(timed(partial(step, loss_of(name, backend), w), device)[1])
+    w = load(path, device)
+    if name == FLOOR:
+        return timed(bare_gemms(w), device)[0], 0.0
+    seconds, loss = timed(partial(step, CONTENDERS[name], w), device)
+    return seconds, float(loss)
 
 
 def kept_norms(path: Path) -> list[float]:
@@ -359,11 +222,53 @@ def kept_norms(path: Path) -> list[float]:
     return gradient_norms(_held[path])
 
 
+def take_turn(name: str, path: Path, device: torch.device) -> tuple[float, list[float]]:
+    """Runs two steps in a fresh process; returns the second one's seconds, and loss and norms."""
+    with fresh_process() as process:
+        process.submit(kept_step, name, path, device).result()
+        seconds, loss = process.submit(kept_step, name, path, device).result()
+        return seconds, [loss, *process.submit(kept_norms, path).result()]
+
+
 def spread(values: list[float]) -> tuple[float, float, float]:
     """Returns the median, the 20th and the 80th percentile."""
     ordered = sorted(values)
     low, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
     return statistics.median(ordered), low, high
+
+
+def table(rows: Sequence[dict[str, Any]], limit: float) -> Iterable[str]:
+    """Returns lines of time and memory beside eager's and the bare GEMMs, and the largest error.
+
+    Args:
+        rows: a dict per contender; one that was timed has lists of `seconds` and `floor_seconds`.
+        limit: of the errors.
+    """
+    yield (
+        f"{'':25}{'seconds':>8} {'[p20, p80]':>16} {'x eager':>8} {'x GEMMs':>8} {'extra MiB':>9} "
+        f"{'x eager':>8} {'error':>8}"
+    )
+    base = next((x for x in rows if x["name"] == BASELINE and "seconds" in x), None)
+    for row in rows:
+        status = row.get("status", "ok")
+        line = f"{row['name']:25}"
+        if "seconds" in row:
+            median, low, most = spread(row["seconds"])
+            line += f"{median:8.3f} {f'[{low:.3f}, {most:.3f}]':>16}"
+            line += f" {median / spread(base['seconds'])[0]:8.2f}" if base else f"{'':9}"
+            line += f" {median / statistics.mean(row['floor_seconds']):8.2f}"
+            if "extra_bytes" in row:
+                line += f" {row['extra_bytes'] / 2**20:9,.0f}"
+                line += f" {row['extra_bytes'] / base['extra_bytes']:8.2f}" if base else f"{'':9}"
+        else:
+            line += status
+        errors = {k: row[k] for k in ERRORS if k in row}
+        if errors:
+            # Written so that NaN is above the limit.
+            high = {k: x for k, x in errors.items() if not x <= limit}
+            line += f" {max((high or errors).values()):8.1e}"
+            line += f" above {limit:.0e}: {', '.join(high)}" if high else ""
+        yield line + (f" {status}" if "seconds" in row and status != "ok" else "")
 
 
 def header(device: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ no ratio unless its gradient norm is TRL's.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import random
 import tempfile
@@ -27,7 +28,7 @@ import torch
 import transformers
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.measure import PeakMemory, new_result, parser_of, spread, trim_memory, write_json
+from benchmarks.measure import PeakMemory, new_result, parser_of, spread, write_json
 from examples.demo_model import MODEL, model_path
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, deal
 
@@ -149,7 +150,8 @@ def trainers_of(name: str, beta: float, rewards: Rewards) -> dict[str, tuple[Any
 def step(trainer: Any, clock: Clock) -> dict[str, Any]:
     clock.step = clock.sampling = 0.0
     clock.calls.clear()
-    trim_memory()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)  # returns freed memory to the system
     with PeakMemory(torch.device("cpu")) as memory, contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
     log = [row for row in trainer.state.log_history if "grad_norm" in row]
