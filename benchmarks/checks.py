@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import CONTENDERS, OURS, outside
+from benchmarks.contenders import CONTENDERS, OURS
 from benchmarks.measure import Loss, gradient_norms, reason, step, with_grad
 from benchmarks.workloads import Workload
 from grpo_kernels import Reference, reference
@@ -43,7 +43,7 @@ def truth_of(w: Workload) -> Truth:
     if w.mask is not None:
         trained = trained[(w.advantages != 0) & w.mask.any(1)]
     w = w.sequences(trained[:CHECKED_SEQUENCES]).first(CHECKED_POSITIONS).each(Tensor.detach)
-    loss, exact = _exact(w, torch.float64)
+    loss, _, exact = _exact(w, torch.float64)
     return Truth(w, loss, _gradients(exact))
 
 
@@ -52,32 +52,42 @@ def whole_step(w: Workload) -> list[float]:
 
     It computes in float64, for half-precision inputs in float32: most GPUs have little float64.
     """
-    loss, exact = _exact(w, torch.float64 if w.hidden.dtype == torch.float32 else torch.float32)
+    loss, _, exact = _exact(w, torch.float64 if w.hidden.dtype == torch.float32 else torch.float32)
     return [loss, *gradient_norms(exact)]
 
 
-def _exact(w: Workload, dtype: torch.dtype) -> tuple[float, Workload]:
-    """Returns the loss, and the workload in another dtype with its gradients."""
+def truth_in_full(w: Workload, dtype: torch.dtype) -> list[Tensor]:
+    """Returns log-probs and both gradients of all sequences, computed in `dtype`."""
+    _, logps, exact = _exact(w, dtype)
+    return [torch.cat(logps), *_gradients(exact).values()]
+
+
+def _exact(w: Workload, dtype: torch.dtype) -> tuple[float, list[Tensor], Workload]:
+    """Returns loss, log-probs by parts, and the workload in another dtype with its gradients."""
     exact = with_grad(w.each(lambda x: x.detach().to(dtype if x.is_floating_point() else x.dtype)))
-    total = 0.0
+    total, logps = 0.0, []
     # A few sequences at a time, so that their logits fit.
     for first in range(0, len(exact.advantages), CHECKED_SEQUENCES):
         part = exact.sequences(slice(first, first + CHECKED_SEQUENCES))
         if part.tokens:
-            loss = _reference(part) * (part.tokens / exact.tokens)
+            loss, each = _reference(part)
+            loss = loss * (part.tokens / exact.tokens)
             loss.backward()
             total += loss.item()
-    return total, exact
+            logps.append(each.flatten())
+    return total, logps, exact
 
 
-def _reference(w: Workload) -> Tensor:
+def _reference(w: Workload) -> tuple[Tensor, Tensor]:
+    """Returns the loss, and log-probs or divergences."""
     if w.teacher is not None:
-        teacher = Reference(*w.teacher)
-        return reference.divergence(w.hidden, w.weight, teacher, w.mask).sum() / w.tokens
-    return reference.fused_grpo_loss(
+        each = reference.divergence(w.hidden, w.weight, Reference(*w.teacher), w.mask)
+        return each.sum() / w.tokens, each.detach()
+    out = reference.fused_grpo_loss(
         w.hidden, w.weight, w.targets, w.advantages, w.mask,
         old_logps=w.old_logps, support=w.support,
-    ).loss  # fmt: skip
+    )  # fmt: skip
+    return out.loss, out.logps
 
 
 def _gradients(w: Workload) -> dict[str, Tensor]:
@@ -141,32 +151,3 @@ def errors_of(
             off[name] = float(delta.abs().max() if name == "logps" else delta.norm() / y.norm())
     ok = all(x <= (ROUNDED if rounded else LARGEST[name]) for name, x in off.items())
     return {"errors": off, "status": "right" if ok else "wrong"}
-
-
-def truth_by_rows(w: Workload, dtype: torch.dtype = torch.float64, rows: int = 512) -> list[Tensor]:
-    """Returns log-probs and both gradients of the loss in `dtype`, by blocks of rows.
-
-    The workload's old log-probs become these, so that no ratio is near where it is clipped.
-    """
-    hidden, weight = w.hidden.detach().flatten(0, 1), w.weight.detach().to(dtype)
-    targets = w.targets.flatten()[:, None]
-    parts = [slice(i, i + rows) for i in range(0, len(hidden), rows)]
-
-    def log_p(part: slice) -> Tensor:
-        logits = hidden[part].to(dtype) @ weight.T
-        if w.support is not None:
-            logits.masked_fill_(outside(w.support, logits, part.start), -torch.inf)
-        return logits.log_softmax(1)
-
-    logps = torch.cat([log_p(part).gather(1, targets[part]) for part in parts])
-    leaf = logps.view(w.targets.shape).requires_grad_()
-    w.old_logps = leaf.detach().float()
-    loss = reference.grpo_loss(leaf, w.advantages, old_logps=w.old_logps).loss
-    slopes = torch.autograd.grad(loss, leaf)[0].view(-1, 1)
-    d_hidden, d_weight = hidden.to(dtype, copy=True), torch.zeros_like(weight)
-    for part in parts:
-        p, ones = log_p(part).exp_(), torch.ones_like(slopes[part])
-        p.scatter_add_(1, targets[part], -ones).mul_(-slopes[part])
-        d_weight.addmm_(p.T, d_hidden[part])
-        torch.mm(p, weight, out=d_hidden[part])
-    return [logps.detach(), d_hidden, d_weight]

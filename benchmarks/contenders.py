@@ -61,13 +61,11 @@ def _rows(w: Workload) -> tuple[Tensor, Tensor]:
     return w.hidden.flatten(0, 1), w.targets.flatten()
 
 
-def outside(support: Support, logits: Tensor, first: int = 0) -> Tensor:
-    """Marks what sampling did not keep of the tokens from `first` on, in their logits' shape."""
-    offsets = support.offsets[first : first + len(logits) + 1]
-    ids = support.token_ids[offsets[0] : offsets[-1]]
-    rows = torch.arange(len(logits), device=ids.device)
+def outside(support: Support, logits: Tensor) -> Tensor:
+    """Marks what sampling did not keep, in the shape of the logits `[N, V]`."""
+    ids, rows = support.token_ids, torch.arange(len(logits), device=logits.device)
     mask = torch.ones_like(logits, dtype=torch.bool)
-    mask[rows.repeat_interleave(offsets.diff(), output_size=len(ids)), ids] = False
+    mask[rows.repeat_interleave(support.offsets.diff(), output_size=len(ids)), ids] = False
     return mask
 
 
@@ -151,7 +149,7 @@ def trl_chunked(w: Workload) -> Tensor:
 
 
 def _liger_mask(w: Workload) -> Tensor:
-    return torch.ones_like(w.old_logps) if w.mask is None else w.mask.float()
+    return (torch.ones_like(w.targets) if w.mask is None else w.mask).float()
 
 
 def liger_fused_linear(w: Workload) -> Tensor:

@@ -1,6 +1,6 @@
 """Predicts milliseconds per step of the head with its loss on GPUs, from bytes, FLOPs and launches.
 
-    python -m benchmarks.cost_model [--device H200 A100] [--shapes 16384,151936,896] [--terms]
+    python -m benchmarks.cost_model [--device H200 A100] [--shapes 16384,151936,896]
     python -m benchmarks.cost_model --markdown benchmarks/results/predicted.md
 
 Nothing here is measured; `benchmarks/gpu_costs.py` says what is counted. A method's time is a list
@@ -124,8 +124,8 @@ def error_of_the_model() -> str:
     )
 
 
-def render(devices: Iterable[str], shapes: Sequence[Shape], *, terms: bool = False) -> str:
-    """Returns the tables: predictions by device, the terms on request, and the calibration."""
+def render(devices: Iterable[str], shapes: Sequence[Shape]) -> str:
+    """Returns the tables: predictions by device, and the calibration."""
     titles = " | ".join(f"H = {H:,}, N = {N:,}" for N, _, H in shapes)
     lines = [
         f"V = {', '.join(sorted({f'{V:,}' for _, V, _ in shapes}))}; bf16. In brackets: x bare"
@@ -139,13 +139,6 @@ def render(devices: Iterable[str], shapes: Sequence[Shape], *, terms: bool = Fal
         for title, method in METHODS.items():
             cells = [absent(name, x, title) or cell(device, x, method) for x in shapes]
             lines.append(f"| {title} | {' | '.join(cells)} |")
-        for shape in shapes if terms else ():
-            N, V, H = shape
-            lines += ["", f"{name}, N = {N:,}, V = {V:,}, H = {H:,}, predicted ms by term:", ""]
-            for title, method in METHODS.items():
-                parts = method(Step(device, *shape)).items()
-                summary = "; ".join(f"{term} {ms:.2f}" for term, ms in parts if ms)
-                lines.append(f"- {title}: {summary}")
     lines += _replay_table(devices)
     lines += ["", "The same model on figures that others have published (as ms):", ""]
     lines += [
@@ -208,11 +201,10 @@ def main(argv: list[str] | None = None) -> None:
                         help=f"among {', '.join(DEVICES)} (default: all but the last)")  # fmt: skip
     parser.add_argument("--shapes", nargs="+", type=shape, default=SHAPES, metavar="N,V,H",
                         help="tokens, vocabulary and hidden size")  # fmt: skip
-    parser.add_argument("--terms", action="store_true", help="print the terms of each step, too")
     parser.add_argument("--markdown", type=Path, metavar="FILE",
                         help="write the tables into this page, between its marks")  # fmt: skip
     args = parser.parse_args(argv)
-    text = render(args.device, args.shapes, terms=args.terms)
+    text = render(args.device, args.shapes)
     if args.markdown:
         write_section(args.markdown, text)
     else:

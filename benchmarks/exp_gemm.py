@@ -11,19 +11,17 @@ target's entry of X becomes (p_y - 1) S, so that a gradient g by the log-probs t
     dh = r o (X W),   dW = X^T (r o h),   r = -g / S
 
 A tile's sums are stored per row, and added up in the order of the tiles. A row whose S passes 2^86,
-whose target is that unlikely, is computed again from its largest logit, by a program of its own.
+whose target is that unlikely, is computed again by the library's sweep.
 
 `python -m benchmarks.gpu_day --json day.json --parts exp_gemm` compares it with float64 and times
-it beside `torch.mm` alone, the library's GEMM to float32 with a sweep, and `quack_gemm`, the same
-in the epilogue of quack's GEMM for Hopper and newer GPUs, if quack-kernels 0.6.5 is installed with
-what it needs (95 MB). bf16 operands; float32 in Triton's interpreter.
+it beside `torch.mm` alone and the library's GEMM to float32 with a sweep. bf16 operands; float32 in
+Triton's interpreter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,7 +30,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from benchmarks import measure
 from grpo_kernels.head.products import addmm, new_buffers
 from grpo_kernels.kernels import Entries, LogitTransform, TokenStats
 from grpo_kernels.kernels.triton_common import at_most, build, device_of, expm1, ln_2, log2_e
@@ -43,10 +40,8 @@ if TYPE_CHECKING:
     from benchmarks.gpu_day import Day
 
 
-@triton.constexpr_function
-def most():
-    """Returns a sum of exponentials beyond which there may be none left in float32."""
-    return 2.0**86
+# A sum of exponentials beyond which there may be none left in float32.
+MOST = 2.0**86
 
 
 class Tile(NamedTuple):
@@ -75,7 +70,7 @@ TILES = {
 SMALL = (Tile(16, 32, 16, warps=4), Tile(32, 64, 16, parts=2, warps=2))  # for the interpreter
 # Tiles of rows that go over the whole vocabulary together: 8 MB of states, which stay in L2.
 _GROUP = 16
-_ROWS_TO_ADD, _FAR_COLUMNS, _FAR_INNER, _STRIP = 32, 32, 128, 640
+_ROWS_TO_ADD, _STRIP = 32, 640
 # A wrong kernel is off by far more; bf16 rounds X by up to 2^-9.
 LARGEST = 5e-3
 
@@ -156,23 +151,6 @@ def exp_gemm_kernel(
 
 
 @triton.jit
-def _store_stats(
-    rows, mask, total, weighted, anchor, target_logit, targets_ptr,
-    logps_ptr, logsumexp_ptr, entropy_ptr, total_ptr, exps_ptr, stride_exps_n,
-):  # fmt: skip
-    """Stores the statistics of rows, and the target's entry of their exponentials."""
-    log_total = tl.log2(total)
-    logp = target_logit - anchor - log_total * ln_2()
-    tl.store(logps_ptr + rows, logp, mask=mask)
-    tl.store(logsumexp_ptr + rows, anchor + log_total * ln_2(), mask=mask)
-    tl.store(entropy_ptr + rows, (log_total - weighted / total) * ln_2(), mask=mask)
-    tl.store(total_ptr + rows, total, mask=mask)
-    target = tl.load(targets_ptr + rows, mask=mask, other=0)
-    at_target = (total * expm1(logp)).to(exps_ptr.dtype.element_ty)
-    tl.store(exps_ptr + rows.to(tl.int64) * stride_exps_n + target, at_target, mask=mask)
-
-
-@triton.jit
 def exp_stats_kernel(
     targets_ptr, anchors_ptr, target_logits_ptr, sums_ptr,
     logps_ptr, logsumexp_ptr, entropy_ptr, total_ptr, exps_ptr,
@@ -180,7 +158,7 @@ def exp_stats_kernel(
     stride_exps_n,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the tiles of some rows."""
+    """Adds up the tiles of some rows, and stores statistics and the target's entry of X."""
     offs_m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m = offs_m < M
     total = tl.zeros((BLOCK_N,), tl.float32)
@@ -191,60 +169,15 @@ def exp_stats_kernel(
         weighted += tl.load(sums_ptrs + M, mask=mask_m, other=0.0)
     anchor = tl.load(anchors_ptr + offs_m, mask=mask_m, other=0.0)
     target_logit = tl.load(target_logits_ptr + offs_m, mask=mask_m, other=0.0)
-    _store_stats(
-        offs_m, mask_m, total, weighted, anchor, target_logit, targets_ptr,
-        logps_ptr, logsumexp_ptr, entropy_ptr, total_ptr, exps_ptr, stride_exps_n,
-    )  # fmt: skip
-
-
-@triton.jit
-def far_rows_kernel(
-    hidden_ptr, weight_ptr, targets_ptr, anchors_ptr,
-    logps_ptr, logsumexp_ptr, entropy_ptr, total_ptr, exps_ptr,
-    V, H,
-    stride_hidden_n, stride_weight_v, stride_exps_n,
-    BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Computes a row again whose sum is out of reach, from its largest logit."""
-    row = tl.program_id(0).to(tl.int64)
-    # NaN stays, as its logits would be NaN again.
-    if tl.load(total_ptr + row) >= most():
-        anchor = tl.zeros((), tl.float32)
-        total = tl.zeros((), tl.float32)
-        weighted = tl.zeros((), tl.float32)
-        # The first turn finds the largest logit; what it stores, the second one overwrites.
-        for _ in range(2):
-            peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-            totals = tl.zeros((BLOCK_V,), tl.float32)
-            weights = tl.zeros((BLOCK_V,), tl.float32)
-            for n0 in range(0, V, BLOCK_V):
-                offs_v = n0 + tl.arange(0, BLOCK_V)
-                mask_v = offs_v < V
-                weight_ptrs = weight_ptr + offs_v.to(tl.int64)[:, None] * stride_weight_v
-                sums = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
-                for k in range(0, H, BLOCK_H):
-                    offs_h = k + tl.arange(0, BLOCK_H)
-                    mask = mask_v[:, None] & (offs_h < H)[None, :]
-                    x_ptrs = hidden_ptr + row * stride_hidden_n + offs_h
-                    x = tl.load(x_ptrs, mask=offs_h < H, other=0.0).to(tl.float32)
-                    sums += x[None, :] * tl.load(weight_ptrs + offs_h[None, :], mask, other=0.0)
-                u = tl.sum(sums, axis=1)
-                peaks = tl.maximum(peaks, tl.where(mask_v, u, float("-inf")))
-                shifted = tl.where(mask_v, (u - anchor) * log2_e(), -1e4)
-                exps = tl.exp2(shifted)
-                totals += exps
-                weights += exps * shifted
-                rounded = exps.to(exps_ptr.dtype.element_ty)
-                tl.store(exps_ptr + row * stride_exps_n + offs_v, rounded, mask=mask_v)
-            anchor = tl.max(peaks, axis=0)
-            total = tl.sum(totals, axis=0)
-            weighted = tl.sum(weights, axis=0)
-        # After the block that holds the target, which another thread stored.
-        tl.debug_barrier()
-        _store_stats(
-            row, row >= 0, total, weighted, anchor, tl.load(anchors_ptr + row), targets_ptr,
-            logps_ptr, logsumexp_ptr, entropy_ptr, total_ptr, exps_ptr, stride_exps_n,
-        )  # fmt: skip
+    log_total = tl.log2(total)
+    logp = target_logit - anchor - log_total * ln_2()
+    tl.store(logps_ptr + offs_m, logp, mask=mask_m)
+    tl.store(logsumexp_ptr + offs_m, anchor + log_total * ln_2(), mask=mask_m)
+    tl.store(entropy_ptr + offs_m, (log_total - weighted / total) * ln_2(), mask=mask_m)
+    tl.store(total_ptr + offs_m, total, mask=mask_m)
+    target = tl.load(targets_ptr + offs_m, mask=mask_m, other=0)
+    at_target = (total * expm1(logp)).to(exps_ptr.dtype.element_ty)
+    tl.store(exps_ptr + offs_m.to(tl.int64) * stride_exps_n + target, at_target, mask=mask_m)
 
 
 def exp_gemm(
@@ -255,7 +188,9 @@ def exp_gemm(
     Rows of all matrices lie together. Every target is a column.
     """
     (M, H), V = hidden.shape, len(weight)
-    anchors = _target_logits(hidden, weight, targets)
+    # Each target's logit, by a dot product.
+    anchors, each = hidden.new_zeros(M, dtype=torch.float32), torch.arange(M, device=hidden.device)
+    entry_dots(hidden, weight, Entries(targets, each, each, each, each), anchors)
     target_logits, tiles_v = torch.empty_like(anchors), triton.cdiv(V, tile.columns)
     sums = anchors.new_empty((tiles_v, 2, M))
     programs = triton.cdiv(M, tile.rows) * tiles_v
@@ -277,85 +212,18 @@ def exp_gemm(
             PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",
             BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_H=tile.inner, **how,
         )  # fmt: skip
-    _finish(hidden, weight, targets, anchors, target_logits, sums, exps, out)
-
-
-def _target_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Returns each row's target's logit, by a dot product."""
-    logits = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
-    each = torch.arange(len(hidden), device=hidden.device)
-    entry_dots(hidden, weight, Entries(targets, each, each, each, each), logits)
-    return logits
-
-
-def _finish(
-    hidden: Tensor, weight: Tensor, targets: Tensor, anchors: Tensor, target_logits: Tensor,
-    sums: Tensor, exps: Tensor, out: TokenStats,
-) -> None:  # fmt: skip
-    """Makes statistics of the tiles' sums `[tiles, 2, M]`, and computes far rows again."""
-    (M, H), V = hidden.shape, len(weight)
-    stats = out.logps, out.logsumexp, out.entropy, out.total, exps
-    with device_of(hidden):
         exp_stats_kernel[(triton.cdiv(M, _ROWS_TO_ADD),)](
-            targets, anchors, target_logits, sums, *stats, M, len(sums), exps.stride(0),
-            BLOCK_N=_ROWS_TO_ADD, **build(1),
+            targets, anchors, target_logits, sums, out.logps, out.logsumexp, out.entropy, out.total,
+            exps, M, tiles_v, exps.stride(0), BLOCK_N=_ROWS_TO_ADD, **build(1),
         )  # fmt: skip
-        far_rows_kernel[(M,)](
-            hidden, weight, targets, anchors, *stats, V, H,
-            hidden.stride(0), weight.stride(0), exps.stride(0),
-            BLOCK_V=_FAR_COLUMNS, BLOCK_H=_FAR_INNER, **build(4),
-        )  # fmt: skip
-
-
-# The tile of quack's GEMM: it spills nothing (sm_90a: 168 registers), and its columns divide V.
-_QUACK_TILE = 128
-
-
-@cache
-def _quack_epilogue() -> Any:
-    """Declares the epilogue: the exponential of each logit, and what is summed of a row's."""
-    from quack.epilogue.frontend import gemm_epilogue
-    from quack.epilogue.math import pexp2
-    from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect
-
-    target = ColVecLoad("target")
-
-    @gemm_epilogue(
-        reduces={x: ColVecReduce(x, scaled=x == "weighted") for x in ("total", "weighted")},
-        outs={"target_logit": ColVecSelect("target_logit", idx_op=target)},
-        extra_ops=(target,),
-    )
-    def exps_of(acc: Any, anchor: Any) -> dict[str, Any]:
-        shifted = (acc - anchor) * 1.4426950408889634  # log2(e)
-        e = pexp2(shifted)
-        return {"D": e, "total": e, "weighted": (e, shifted), "target_logit": acc}
-
-    return exps_of
-
-
-def quack_gemm(
-    hidden: Tensor, weight: Tensor, targets: Tensor, exps: Tensor, out: TokenStats
-) -> None:
-    """Writes the same as `exp_gemm`, by quack; the vocabulary is a multiple of 128."""
-    M, tiles = len(hidden), len(weight) // _QUACK_TILE
-    anchors = _target_logits(hidden, weight, targets)
-    target_logits = torch.empty_like(anchors)
-    total, weighted = anchors.new_empty((2, M, tiles))
-    _quack_epilogue().gemm(
-        hidden, weight, exps,
-        epi_args={"anchor": anchors[None], "target": targets, "target_logit": target_logits,
-                  "total": total, "weighted": weighted},
-        tile_M=_QUACK_TILE, tile_N=_QUACK_TILE, cluster_M=2, cluster_N=1, pingpong=True,
-    )  # fmt: skip
-    sums = torch.stack([total.sum(1), weighted.sum(1)])[None]
-    _finish(hidden, weight, targets, anchors, target_logits, sums, exps, out)
-
-
-def why_no_quack(device: torch.device) -> str | None:
-    """Returns why `quack_gemm` cannot run there, or None if it can."""
-    if device.type != "cuda" or torch.cuda.get_device_properties(device).major < 9:
-        return "not run: quack needs a GPU of compute capability 9.0"
-    return None if find_spec("quack") else "not run: quack-kernels is not installed"
+    total: Any = out.total
+    far = total >= MOST  # not NaN, which would be NaN again
+    if far.any():
+        logits, x = hidden[far].float() @ weight.float().T, exps[far]
+        stats = token_stats(logits, targets[far], LogitTransform(), entropy=True, exps=x)
+        every: Any = zip((exps, *out), (x, *stats), strict=True)
+        for rows, again in every:
+            rows[far] = again
 
 
 def mm_and_sweep(
@@ -429,10 +297,7 @@ def errors(
 
 
 def rows(day: Day, N: int, V: int, H: int, odd: int) -> Iterator[dict[str, Any]]:
-    """Yields the errors of each way, and the times of those that are right.
-
-    They are checked on `odd` columns; quack's on V, whose last ones are some of the first again.
-    """
+    """Yields the errors of each way on `odd` columns, and the times of those that are right."""
     M, V, H, odd = (day.size(*x) for x in ((N, 40), (V, 206), (H, 24), (odd, 203)))
     dtype = torch.bfloat16 if day.large else torch.float32
     hidden, peaked, weight, targets = operands(M, odd, H, day.device, dtype)
@@ -445,22 +310,17 @@ def rows(day: Day, N: int, V: int, H: int, odd: int) -> Iterator[dict[str, Any]]
         tiles = TILES.get(major, TILES[8])
     ways: dict[str, Callable[..., None]] = {"mm to float32, sweep": mm_and_sweep}
     ways |= {f"exp_gemm, {tuple(tile)}": partial(exp_gemm, tile=tile) for tile in tiles}
-    if why := why_no_quack(day.device):
-        yield {"run": "quack_gemm", "status": why}
-    else:
-        ways["quack_gemm"] = quack_gemm
     right: dict[str, Callable[[], Any]] = {"mm": partial(torch.mm, hidden, aligned.T, out=exps)}
+    checked = peaked, weight, targets, exps[:, :odd], out
+
+    def errors_of(way: Callable[..., None]) -> dict[str, Any]:
+        way(*checked)
+        off = errors(*checked)
+        good = all(x <= LARGEST for x in off.values())  # a NaN is not
+        return {"errors": off, "status": "right" if good else "wrong"}
+
     for name, way in ways.items():
-        checked = aligned if way is quack_gemm else weight
-        row: dict[str, Any] = {"run": name, "shape": (M, len(checked), H)}
-        inputs = peaked, checked, targets, exps[:, : len(checked)], out
-        try:
-            way(*inputs)
-            row["errors"] = errors(*inputs)
-            good = all(x <= LARGEST for x in row["errors"].values())  # a NaN is not
-            row["status"] = "right" if good else "wrong"
-        except Exception as error:  # the next one may well compile
-            row["status"] = measure.reason(error)
+        row = day.row(name, (M, odd, H), partial(errors_of, way))
         if row["status"] == "right":
             right[name] = partial(way, hidden, aligned, targets, exps, out)
         yield row

@@ -32,6 +32,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from importlib import import_module
@@ -43,17 +44,18 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import gpu_costs, measure
-from benchmarks.checks import errors_of, truth_by_rows
+from benchmarks import contenders, gpu_costs, measure
+from benchmarks.checks import errors_of, truth_in_full
 from benchmarks.contenders import BASELINE, CONTENDERS, trl_logps
 from benchmarks.workloads import Workload, make
-from grpo_kernels import Execution, doctor, fused_grpo_loss, grpo_loss, linear_logprobs
+from grpo_kernels import doctor, linear_logprobs
 from grpo_kernels.head.products import addmm, new_buffers
 from grpo_kernels.kernels import LogitTransform, select_backend
 
 ROOT = Path(__file__).parents[1]
 V, ODD_V = 151_936, 151_669  # the second is what `weight[:V]` leaves of a padded head
-FLOOR, OURS = "bare GEMMs", (BASELINE, "ours, scoring", "ours, two passes", "ours")
+FLOOR, SCORING, (ONE_PASS, TWO_PASSES) = measure.FLOOR, "ours, scoring", contenders.OURS
+OURS = (BASELINE, SCORING, TWO_PASSES, "ours")
 PEERS = ("TRL chunked head", "torch linear CE, chunked", "Liger scaled CE", "cut-cross-entropy",
          "Liger Triton loss", "Liger fused linear")  # fmt: skip
 FLOAT64 = ((8, 0), (9, 0), (10, 0))  # compute capabilities that have cores for it
@@ -61,8 +63,8 @@ STRIPS = (512, 640, 660, 768, 1024)
 LAUNCHES = ((1024, 4), (2048, 4), (4096, 8), (4096, 16))  # columns and warps of the sweep
 TESTS = """tests/test_cuda_values.py tests/test_autograd.py tests/test_pairs.py -m gpu -k
 "not on_a_gpu or (bfloat16 and (softcap or batch_invariant))" """
-MODELLED = {**gpu_costs.METHODS, "ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring,
-            "ours, two passes": gpu_costs.METHODS["two passes"]}  # fmt: skip
+MODELLED = {**gpu_costs.METHODS, "ours": gpu_costs.exact, SCORING: gpu_costs.scoring,
+            TWO_PASSES: gpu_costs.METHODS["two passes"]}  # fmt: skip
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -82,10 +84,14 @@ class Day:
         return large if self.large else tiny
 
     def workload(self, N: int, H: int, vocabulary: int = V, kind: str = "dense") -> Workload:
-        """Makes states whose softmax is spread like a language model's, in bf16 (CPU: float32)."""
+        """Makes states whose softmax is spread like a language model's, in bf16 (CPU: float32).
+
+        Without old log-probs, as no ratio is then near where it is clipped.
+        """
         shape = (N, vocabulary, H) if self.large else (64, 200 - vocabulary % 2, 16)
         dtype = torch.bfloat16 if self.large else torch.float32
-        return measure.with_grad(make(kind, shape, self.device).to(dtype))
+        w = replace(make(kind, shape, self.device).to(dtype), old_logps=None)
+        return measure.with_grad(w)
 
     @property
     def exact(self) -> torch.dtype:
@@ -113,42 +119,42 @@ class Day:
         self.wait()
         return (events[0].elapsed_time(events[1]) / repeat if events else host), host
 
+    def row(self, name: str, shape: Sequence[int], known: Callable[[], Row]) -> Row:
+        """Returns a row with what `known` returns, or with the reason of its exception."""
+        row: Row = {"run": name, "shape": shape}
+        try:
+            return row | known()
+        except ImportError:
+            raise
+        except Exception as error:  # the next one may well compile, or fit
+            return row | {"status": measure.reason(error)}
+
     def rate(
         self, name: str, shape: Sequence[int], work: float, run: Run,
         check: Callable[[], Row] = dict, repeat: int = 1,
     ) -> Row:  # fmt: skip
         """Returns a row with billions of bytes or FLOPs per second, if the results are right."""
-        row: Row = {"run": name, "shape": shape}
-        try:
+
+        def measured() -> Row:
             run()
-            row |= check()
+            row = check()
             if row.get("status") != "wrong":
                 ms = measure.spread([self.ms(run, repeat)[0] for _ in range(self.rounds)])[0]
                 row["g_per_s"] = work / ms / 1e6
-        except Exception as error:  # the next one may well compile
-            row["status"] = measure.reason(error)
-        return row
+            return row
+
+        return self.row(name, shape, measured)
 
     def times(self, w: Workload | tuple[int, int, int], runs: Mapping[str, Run]) -> Rows:
         """Yields time and peak memory of each run, in turns, and their ratio to the first."""
         shape = w if isinstance(w, tuple) else shape_of(w)
         peaks: dict[str, Row] = {}
         for name, run in runs.items():
-            try:
-                run()
-                gc.collect()
-                if self.large:
-                    torch.cuda.empty_cache()
-                with measure.PeakMemory(self.device) as memory:
-                    run()
-            except Exception as error:  # the next one may well fit
-                yield {"run": name, "shape": shape, "status": measure.reason(error)}
-                continue
-            extra_mib = (memory.extra_bytes or 0) / 2**20
-            peaks[name] = {"run": name, "shape": shape, "extra_mib": extra_mib}
-            if self.large:
-                peaks[name]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-                peaks[name]["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            row = self.row(name, shape, partial(self.peak, run))
+            if "status" in row:
+                yield row
+            else:
+                peaks[name] = row
         taken = [{name: self.ms(runs[name]) for name in peaks} for _ in range(self.rounds)]
         first = 0.0
         for name, row in peaks.items():
@@ -162,6 +168,20 @@ class Day:
                 row |= {"model": terms, "model_ms": expected, "x_model": ms[0] / expected}
             yield row
 
+    def peak(self, run: Run) -> Row:
+        """Returns the memory of a run."""
+        run()
+        gc.collect()
+        if self.large:
+            torch.cuda.empty_cache()
+        with measure.PeakMemory(self.device) as memory:
+            run()
+        row: Row = {"extra_mib": (memory.extra_bytes or 0) / 2**20}
+        if self.large:
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        return row
+
 
 def shape_of(w: Workload) -> tuple[int, int, int]:
     """Returns N, V and H."""
@@ -169,32 +189,13 @@ def shape_of(w: Workload) -> tuple[int, int, int]:
 
 
 def run_of(day: Day, w: Workload, name: str) -> Run:
-    """Returns a function that makes log-probs, dh and dw, or the first of them."""
-    if name in CONTENDERS:
-        if why := CONTENDERS[name].absent(day.device):
-            raise ImportError(why)
-        loss = CONTENDERS[name].loss
-        return lambda: [None, *torch.autograd.grad(loss(w), (w.hidden, w.weight))]
-    backend = "triton" if day.large else "torch"  # whose interpreter takes its time
-    execution = Execution(backend=backend)
-    given: Row = {"support": w.support, "execution": execution}
-    tensors, inputs = (w.hidden, w.weight, w.targets), (w.hidden, w.weight)
-
-    def loss_and_gradients() -> list[Tensor]:
-        out = fused_grpo_loss(*tensors, w.advantages, old_logps=w.old_logps, **given)
-        return [out.logps, *torch.autograd.grad(out.loss, inputs)]
-
-    def two_passes() -> list[Tensor]:
-        logps = linear_logprobs(*tensors, **given).logps
-        loss = grpo_loss(logps, w.advantages, old_logps=w.old_logps).loss
-        return [logps, *torch.autograd.grad(loss, inputs)]
-
-    @torch.no_grad()
-    def scoring() -> list[Tensor]:
-        return [linear_logprobs(*tensors, **given).logps]
-
-    ways = {"ours": loss_and_gradients, "ours, two passes": two_passes, "ours, scoring": scoring}
-    return ways[name]
+    """Returns a function that makes log-probs or None, and but for scoring dh and dw."""
+    if name == SCORING:
+        return lambda: [linear_logprobs(w.hidden, w.weight, w.targets, support=w.support).logps]
+    contender = CONTENDERS[ONE_PASS if name == "ours" else name]
+    if why := contender.absent(day.device):
+        raise ImportError(why)
+    return lambda: [None, *torch.autograd.grad(contender.loss(w), (w.hidden, w.weight))]
 
 
 def call(
@@ -203,23 +204,22 @@ def call(
 ) -> Rows:  # fmt: skip
     """Compares runs with float64, times those that are right, and traces ours."""
     w = day.workload(N, H, vocabulary, kind)
-    true, right = truth_by_rows(w, day.exact), {FLOOR: measure.bare_gemms(w)}
-    for name in names:
-        run, row = run_of(day, w, name), Row(run=name, shape=shape_of(w))
+    true, right = truth_in_full(w, day.exact), {FLOOR: measure.bare_gemms(w)}
+
+    def checked(name: str, run: Run) -> Row:
         begin = time.perf_counter()
-        try:
-            got = run()
-            day.wait()
-            row["first_s"] = time.perf_counter() - begin  # imports and compilers, too
-            row |= errors_of(got, true, rounded=name in CONTENDERS)
-        except ImportError:
-            raise
-        except Exception as error:  # the next one may well run
-            row["status"] = measure.reason(error)
+        got = run()
+        day.wait()
+        first_s = time.perf_counter() - begin  # imports and compilers, too
+        return {"first_s": first_s, **errors_of(got, true, rounded="ours" not in name)}
+
+    for name in names:
+        run = run_of(day, w, name)
+        row = day.row(name, shape_of(w), partial(checked, name, run))
         if row["status"] == "right":
             right[name] = run
         yield row
-    del true
+    true.clear()  # frees memory
     yield from day.times(w, right)
     if "ours" in right:
         yield {"run": "trace of ours", "shape": shape_of(w), **trace(day, right["ours"])}

@@ -61,7 +61,7 @@ class Workload:
     weight: Tensor  # [V, H]
     targets: Tensor  # [B, T]
     advantages: Tensor  # [B]
-    old_logps: Tensor  # [B, T]
+    old_logps: Tensor | None  # [B, T]
     mask: Tensor | None = None  # [B, T], bool
     support: Support | None = None  # what sampling kept for each token
     frozen: bool = False  # the head takes no gradient
@@ -255,16 +255,6 @@ def synthetic(
     return _sampled(name, hidden.view(N // T, T, H), weight, seed)
 
 
-def flat(
-    name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 64, seed: int = 0
-) -> Workload:
-    """Makes random states and a random head: a nearly uniform softmax, the worst for sampling."""
-    g = torch.Generator(device).manual_seed(seed)
-    hidden = torch.randn(N // T, T, H, generator=g, device=device)
-    weight = torch.randn(V, H, generator=g, device=device).mul_(H**-0.5)
-    return _sampled(name, hidden, weight, seed)
-
-
 def rollout(
     name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 256, seed: int = 0
 ) -> Workload:
@@ -351,14 +341,11 @@ DEMO_V, DEMO_H, QWEN_V = 49_152, 576, 151_936
 SYNTHETIC: dict[str, tuple[Callable[..., Workload], tuple[int, int, int]]] = {
     "dense": (synthetic, (2048, DEMO_V, DEMO_H)),
     "rollout": (rollout, (4096, DEMO_V, DEMO_H)),
-    "flat": (flat, (2048, DEMO_V, DEMO_H)),
     "frozen": (frozen, (2048, DEMO_V, DEMO_H)),
     "nucleus": (nucleus, (2048, DEMO_V, DEMO_H)),
     "two-heads": (two_heads, (2048, DEMO_V, DEMO_H)),
     "qwen05": (synthetic, (4096, QWEN_V, 896)),
-    "qwen15": (synthetic, (4096, QWEN_V, 1536)),
     "qwen7": (synthetic, (4096, QWEN_V, 3584)),
-    "qwen14": (synthetic, (4096, QWEN_V, 5120)),
 }
 WORKLOADS = ("smollm", *SYNTHETIC, *TRUNCATED)
 MOST_MADE = 4096
@@ -409,6 +396,6 @@ def profile(w: Workload) -> str:
 
 
 if __name__ == "__main__":
-    for name in ("smollm", "dense", "flat"):
+    for name in ("smollm", "dense"):
         print(profile(make(name)))
     print(profile(make("qwen05", (1024, QWEN_V, 896))))
