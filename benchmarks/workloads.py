@@ -213,7 +213,7 @@ def _sample_smollm(**truncation: Any) -> dict[str, Any]:
         "hidden": hidden,
         "targets": targets,
         **({"support": support} if truncation else {"weight": weight}),
-        **_policy_inputs(hidden, weight, targets, support=support),
+        **_policy_inputs(hidden, weight, targets, support),
     }
 
 
@@ -222,9 +222,7 @@ def _sample_smollm(**truncation: Any) -> dict[str, Any]:
 ZIPF = 1.1
 
 
-def synthetic(
-    name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 64, seed: int = 0
-) -> Workload:
+def synthetic(name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 64) -> Workload:
     """Makes random states and a head whose softmax is spread like that of real samples.
 
     Tokens come in clusters of some 200 whose rows of the head share half of their direction,
@@ -238,7 +236,7 @@ def synthetic(
     entropy 2.9 (theirs 2.8); 147 (142) tokens per row above 2^-12, the others together with 4 %
     (6 %) of the probability; 12 % (10 %) of the vocabulary above 2^-12 somewhere in 128 rows.
     """
-    g = torch.Generator(device).manual_seed(seed)
+    g = torch.Generator(device).manual_seed(0)
     clusters = max(1, V // 200)
     rank = torch.arange(V, device=device)
     of = rank * clusters // V
@@ -252,12 +250,10 @@ def synthetic(
     hidden = (pull * shared[of[tokens]] + lean * embedding[tokens]) / (H / 2) ** 0.5
     hidden += noise * torch.randn(N, H, generator=g, device=device)
     weight = embedding.add_(shared[of]).mul_((0.5 / H) ** 0.5)
-    return _sampled(name, hidden.view(N // T, T, H), weight, seed)
+    return _sampled(name, hidden.view(N // T, T, H), weight)
 
 
-def rollout(
-    name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 256, seed: int = 0
-) -> Workload:
+def rollout(name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 256) -> Workload:
     """Makes the batch of a GRPO step: at least two groups of 8 completions of one prompt.
 
     Lengths are long-tailed (log-normal, truncated at T), which makes some 40 % of the positions
@@ -265,8 +261,8 @@ def rollout(
     sequences, tool output (masked) takes an eighth of T.
     """
     T = min(T, N // 16)
-    w = synthetic(name, N, V, H, device, T, seed)
-    B, g = N // T, torch.Generator().manual_seed(seed)
+    w = synthetic(name, N, V, H, device, T)
+    B, g = N // T, torch.Generator().manual_seed(0)
     lengths = (0.55 * T * torch.exp(0.6 * torch.randn(B, generator=g))).clamp(4, T).long()
     position = torch.arange(T)
     mask = position < lengths[:, None]
@@ -292,12 +288,10 @@ def two_heads(*shape: Any, **options: Any) -> Workload:
 
 
 @torch.no_grad()
-def nucleus(
-    name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 64, seed: int = 0
-) -> Workload:
+def nucleus(name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 64) -> Workload:
     """Makes what `synthetic` does, sampled with top-p 0.9 from the 1,024 likeliest tokens."""
-    w = synthetic(name, N, V, H, device, T, seed)
-    g = torch.Generator(device).manual_seed(seed)
+    w = synthetic(name, N, V, H, device, T)
+    g = torch.Generator(device).manual_seed(0)
     targets, ids, sizes = [], [], []
     for states in w.hidden.flatten(0, 1).split(256):
         p, order = (states @ w.weight.T).softmax(-1).topk(min(1024, V))
@@ -307,27 +301,23 @@ def nucleus(
         sizes.append(in_nucleus.sum(-1))
     w.targets = torch.cat(targets).view_as(w.targets)
     w.support = Support(torch.cat(ids), F.pad(torch.cat(sizes).cumsum(0), (1, 0)))
-    return replace(w, **_policy_inputs(w.hidden, w.weight, w.targets, seed, w.support))
+    return replace(w, **_policy_inputs(w.hidden, w.weight, w.targets, w.support))
 
 
 @torch.no_grad()
-def _sampled(name: str, hidden: Tensor, weight: Tensor, seed: int) -> Workload:
-    g = torch.Generator(hidden.device).manual_seed(seed)
+def _sampled(name: str, hidden: Tensor, weight: Tensor) -> Workload:
+    g = torch.Generator(hidden.device).manual_seed(0)
     rows = hidden.flatten(0, 1).split(256)
     drawn = [torch.multinomial((h @ weight.T).softmax(-1), 1, generator=g) for h in rows]
     targets = torch.cat(drawn).view(hidden.shape[:2])
-    return Workload(name, hidden, weight, targets, **_policy_inputs(hidden, weight, targets, seed))
+    return Workload(name, hidden, weight, targets, **_policy_inputs(hidden, weight, targets))
 
 
 def _policy_inputs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    seed: int = 0,
-    support: Support | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, support: Support | None = None
 ) -> dict[str, Any]:
     """Makes advantages of both signs, none 0, and old log-probs near the policy's own."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         logps = linear_logprobs(hidden, weight, targets, support=support).logps
     return {
