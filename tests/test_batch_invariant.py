@@ -7,7 +7,6 @@ from grpo_kernels import Execution, GRPOLossConfig, LMHead, fused_grpo_loss, lin
 from grpo_kernels.head.products import INVARIANT_ROWS
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import BACKENDS, watch_products
-from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
 V, H = 307, 48
 ROWS = INVARIANT_ROWS
@@ -151,6 +150,9 @@ def test_products_have_one_shape(call, monkeypatch):
 @pytest.mark.parametrize("size", (1, 3, 16))
 def test_the_trainers_first_ratios_are_exactly_1(tiny_model, tmp_path, size):
     """Weights stand still, old log-probs are taken before: every ratio of both updates is 1."""
+    # Here, as a second of `make smoke` is this import.
+    from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
+
     options = {"minibatches": 2, "micro_batch_size": size, "learning_rate": 1e-30}
     config = config_of(tiny_model, tmp_path, **options)
     trainer_of(config).train()
