@@ -106,6 +106,7 @@ def test_step(group: Group, name: str, benchmark: Any, request: pytest.FixtureRe
     if benchmark.disabled:
         return
     torch.compiler.reset()  # drops what was compiled for the shapes of the check
+    benchmark.group = group.about
     try:
         rounds = request.config.getoption("--rounds")
         errors["step"], peak_bytes = measured(group, name, benchmark, rounds)
@@ -114,7 +115,6 @@ def test_step(group: Group, name: str, benchmark: Any, request: pytest.FixtureRe
             raise
         pytest.skip(reason(error))
     floor = group.floor_around()
-    benchmark.group = group.about
     benchmark.extra_info |= {
         "contender": name, "tokens": group.tokens, "errors": errors,
         "limit": TOLERANCE[group.dtype], "peak_bytes": peak_bytes, "floor_seconds": floor,
