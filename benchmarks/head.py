@@ -8,9 +8,10 @@ few sequences, then its loss and the norms of its gradients in every timed step.
 library that is wrong has no time, and the run fails. A peer's row has its errors, and says so where
 one is above the limit. What is not installed gets a row that says so.
 
-Time: contenders take turns. A turn is a warm-up step and a step of forward and backward in a fresh
-process, which keeps its memory, as PyTorch does on a GPU. The table has the median [20th, 80th
-percentile] over rounds (of three rounds these are the smallest and the largest).
+Time: contenders take turns. A turn is steps of forward and backward in a fresh process, which keeps
+its memory, as PyTorch does on a GPU, until one takes no more memory from the system. The table has
+the median [20th, 80th percentile] over rounds (of three rounds these are the smallest and the
+largest).
 
 Memory is the peak beyond the inputs, in a fresh process as well.
 

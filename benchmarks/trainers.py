@@ -1,10 +1,13 @@
 """Steps of this library's trainer and of TRL's, in turns; both compute the same.
 
-    python -m benchmarks.trainers [--tasks additions gsm_symbolic] [--steps 4] [--rounds 2]
+    python -m benchmarks.trainers [--steps 4] [--rounds 2] [OPTIONS OF THE TRAINER]
+    python -m benchmarks.trainers --dataset examples.problems:gsm_symbolic --rewards answer format
+        --beta 0 --max_completion_length 128 --micro_batch_size 8 --learning_rate 1e-5
 
-Same model, problems, rewards, completions per prompt, sampling, trained weights, optimizer,
-precision (float32), reference model. Each round starts both in fresh processes and leaves out the
-first step. A step is timed from the end of the one before to its own end.
+By default on the demo's additions. Same model, problems, rewards, completions per prompt, sampling,
+trained weights, optimizer, precision (float32), reference model. Each round starts both in fresh
+processes and leaves out the first step. A step is timed from the end of the one before to its own
+end.
 """
 
 from __future__ import annotations
@@ -16,55 +19,26 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from benchmarks.measure import new_result, parser_of, spread, write_json
-from examples.demo_model import MODEL, freeze_lower_half, model_path, resolved
-from grpo_kernels.training import (
-    Trainer,
-    TrainingConfig,
-    load_model,
-    load_problems,
-    parse_config,
-)
-
-# The additions of the demo; and problems in words, with long completions and every weight trained.
-TASKS: dict[str, list[str]] = {
-    "additions": [],
-    "gsm_symbolic": [
-        "--dataset", "examples.problems:gsm_symbolic", "--rewards", "answer", "format",
-        "--beta", "0", "--max_completion_length", "128", "--micro_batch_size", "8",
-        "--learning_rate", "1e-5",
-    ],
-}  # fmt: skip
+from examples.demo_model import MODEL, load_model, model_path, resolved
+from grpo_kernels.training import Trainer, TrainingConfig, load_problems, parse_config
 
 
-def additions(argv: Sequence[str]) -> TrainingConfig:
+def config_of(options: Sequence[str], steps: int, output: str) -> TrainingConfig:
     """The demo's settings, and options that override them."""
+    common = ["--steps", str(steps), "--output", output]
     config = parse_config(
-        argv, model=MODEL, dataset="examples.problems:additions",
-        rewards=["examples.problems:addition"], steps=30, prompts_per_step=4, num_generations=8,
-        max_completion_length=16, eval_size=27, micro_batch_size=32, learning_rate=2e-5, beta=0.01,
-        save_model=False,
+        [*options, *common], model=MODEL, dataset="examples.problems:additions",
+        rewards=["examples.problems:addition"], prompts_per_step=4, num_generations=8,
+        max_completion_length=16, eval_size=0, micro_batch_size=32, learning_rate=2e-5, beta=0.01,
+        save_model=False, save_every=-1,
     )  # fmt: skip
     return resolved(config)
 
 
-def loaded(task: str, config: TrainingConfig) -> tuple[Any, Any]:
-    """The model and its tokenizer; of the additions' model the upper half is trained."""
-    model, tokenizer = load_model(config)
-    if task == "additions":
-        freeze_lower_half(model)
-    return model, tokenizer
-
-
-def config_of(task: str, steps: int, output: str, options: Sequence[str] = ()) -> TrainingConfig:
-    common = ["--steps", str(steps), "--eval_size", "0", "--output", output, "--save_every", "-1"]
-    return additions([*TASKS[task], *common, *options])
-
-
-def ours(task: str, steps: int, options: Sequence[str] = ()) -> list[dict[str, float]]:
+def ours(options: Sequence[str], steps: int) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     last = time.perf_counter()
 
@@ -79,12 +53,12 @@ def ours(task: str, steps: int, options: Sequence[str] = ()) -> list[dict[str, f
         last = now
 
     with tempfile.TemporaryDirectory() as output:
-        config = config_of(task, steps, output, options)
-        Trainer(config, *loaded(task, config), *load_problems(config)).train(on_step)
+        config = config_of(options, steps, output)
+        Trainer(config, *load_model(config), *load_problems(config)).train(on_step)
     return rows[1:]
 
 
-def trl(task: str, steps: int) -> list[dict[str, float]]:
+def trl(options: Sequence[str], steps: int) -> list[dict[str, float]]:
     import datasets
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -108,8 +82,8 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
                 self.last = now
 
     with tempfile.TemporaryDirectory() as output:
-        config = config_of(task, steps, output)
-        model, tokenizer = loaded(task, config)
+        config = config_of(options, steps, output)
+        model, tokenizer = load_model(config)
         problems, _ = load_problems(config)
         num_prompts = config.prompts_per_step * steps
         order = [place_of(turn, len(problems), config.seed) for turn in range(num_prompts)]
@@ -144,41 +118,38 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
     return rows[1:]
 
 
-def in_a_process(contender: Any, task: str, steps: int) -> list[dict[str, float]]:
+def in_a_process(trainer: Any, options: Sequence[str], steps: int) -> list[dict[str, float]]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(contender, task, steps).result()
+        return pool.submit(trainer, options, steps).result()
 
 
 def main() -> None:
     parser = parser_of("benchmarks.trainers", __doc__, rounds=2, cpu=True)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--steps", type=int, default=4, help="of each trainer, in each round")
-    args = parser.parse_args()
+    args, options = parser.parse_known_args()
     if args.steps < 2:
         parser.error("--steps: expected at least 2, as the first is not counted")
+    result = new_result("cpu")
     model_path()  # made before anything is timed
-    result = new_result("cpu", tasks={})
-    for task in args.tasks:
-        with tempfile.TemporaryDirectory() as output:
-            config = config_of(task, args.steps, output)
-        contenders: dict[str, Any] = {"ours": ours, "TRL": trl}
-        if not config.beta:
-            # With a KL every completion has a gradient.
-            contenders["ours, none skipped"] = partial(ours, options=["--no_skip_untrained"])
-        steps: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
-        for _ in range(args.rounds):
-            for name, contender in contenders.items():
-                steps[name] += in_a_process(contender, task, args.steps)
-        theirs = statistics.median(step["seconds"] for step in steps["TRL"])
-        print(f"{task}: seconds per step [p20, p80], tokens per completion, TRL's time / its own")
-        for name, rows in steps.items():
-            length = statistics.mean(row["tokens"] for row in rows)
-            median, low, high = spread([row["seconds"] for row in rows])
-            figures = f"{median:6.1f} [{low:.1f}, {high:.1f}] {length:6.1f} {theirs / median:6.2f}"
-            print(f"{name:20} {figures}", flush=True)
-        options = {k: v for k, v in asdict(config).items() if k not in ("model", "output")}
-        result["tasks"][task] = {"config": options, "steps": steps}
-    write_json(args.json, result)
+    with tempfile.TemporaryDirectory() as output:
+        config = config_of(options, args.steps, output)
+    contenders: dict[str, tuple[Any, list[str]]] = {"ours": (ours, options), "TRL": (trl, options)}
+    if not config.beta:
+        # With a KL every completion has a gradient.
+        contenders["ours, none skipped"] = ours, [*options, "--no_skip_untrained"]
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    for _ in range(args.rounds):
+        for name, (trainer, its_options) in contenders.items():
+            steps[name] += in_a_process(trainer, its_options, args.steps)
+    theirs = statistics.median(step["seconds"] for step in steps["TRL"])
+    print("seconds per step [p20, p80], tokens per completion, TRL's time / its own")
+    for name, rows in steps.items():
+        length = statistics.mean(row["tokens"] for row in rows)
+        median, low, high = spread([row["seconds"] for row in rows])
+        figures = f"{median:6.1f} [{low:.1f}, {high:.1f}] {length:6.1f} {theirs / median:6.2f}"
+        print(f"{name:20} {figures}", flush=True)
+    known = {k: v for k, v in asdict(config).items() if k not in ("model", "output")}
+    write_json(args.json, result | {"config": known, "steps": steps})
 
 
 if __name__ == "__main__":
