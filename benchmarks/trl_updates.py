@@ -4,9 +4,8 @@
 
 A step has ten groups in five micro-batches. Completions and rewards are fixed; nothing is sampled.
 Contenders share weights, which stand still, and take turns. An update is `training_step` less
-TRL's `_prepare_inputs` (generation, rewards), plus our deal of completions, which is part of it.
-Time is that of the CPU, on one thread, so that other work on the machine hardly counts. A row has
-no ratio unless its gradient norm is TRL's.
+TRL's generation and rewards. Time is that of the CPU, on one thread, so that other work on the
+machine hardly counts. A row has no ratio unless its gradient norm is TRL's.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import io
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +29,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.measure import PeakMemory, new_result, parser_of, spread, write_json
 from examples.demo_model import MODEL, model_path
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, deal
+from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 GROUPS, MICRO_BATCHES = 10, 5
 TRL, OURS = "TRL", "our head"
@@ -81,29 +80,15 @@ def timed(trainer_class: Any, clock: Clock, longest: int) -> Any:
             lengths = [draw.randrange(longest // 8, longest + 1) for _ in prompt_ids]
             return [[draw.randrange(33, vocabulary) for _ in range(n)] for n in lengths], None
 
-        def _prepare_inputs(self, batch: Any) -> Any:
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
             with clock.adds_to("sampling"):
-                return super()._prepare_inputs(batch)
+                return super()._generate_and_score_completions(inputs)
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             with clock.adds_to("step"):
                 return super().training_step(*args, **kwargs)
 
     return Timed
-
-
-def deal_is_part_of(clocks: list[Clock]) -> None:
-    """Takes the deal out of the time of sampling, within which it runs."""
-    own: Callable[..., Any] = deal.Dealer.deal
-
-    def dealt(*args: Any) -> Any:
-        start = time.process_time()
-        result = own(*args)
-        for clock in clocks:
-            clock.sampling -= time.process_time() - start
-        return result
-
-    deal.Dealer.deal = dealt  # type: ignore[method-assign, assignment]
 
 
 def trainers_of(name: str, beta: float, rewards: Rewards) -> dict[str, tuple[Any, Clock]]:
@@ -176,7 +161,6 @@ def main() -> None:
     result = new_result("cpu", model=args.model, beta=args.beta)
     rewards = Rewards(SIZES[args.model][0])
     trainers = trainers_of(args.model, args.beta, rewards)
-    deal_is_part_of([clock for _, clock in trainers.values()])
     print("\nequal groups  contender   CPU seconds [p20, p80]      x TRL   peak MiB")
     for percent in args.equal:
         rewards.equal = percent / 100
