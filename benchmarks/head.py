@@ -37,7 +37,7 @@ from benchmarks.contenders import BASELINE, CONTENDERS, OURS, contenders_of
 from benchmarks.cost_model import shape
 from benchmarks.measure import (
     FLOOR,
-    fresh_process,
+    alone,
     measure_memory,
     new_result,
     parser_of,
@@ -98,13 +98,11 @@ def measure(rows: dict[str, Row], path: Path, device: torch.device, rounds: int)
                 continue
             try:
                 if number < rounds:
-                    seconds, result = take_turn(name, path, device)
+                    seconds, result = alone(take_turn, name, path, device)
                     row.setdefault("seconds", []).append(seconds)
                     row.setdefault("results", []).append(result)
                 elif name != FLOOR:
-                    with fresh_process() as process:
-                        memory = process.submit(measure_memory, name, path, device)
-                        row["extra_bytes"] = memory.result()
+                    row["extra_bytes"] = alone(measure_memory, name, path, device)
             except Exception as error:
                 if name == FLOOR:  # every result is relative to it
                     raise

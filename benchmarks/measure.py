@@ -164,6 +164,12 @@ def fresh_process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=context)
 
 
+def alone(run: Callable[..., T], *arguments: Any) -> T:
+    """Returns the result of a function in a fresh process."""
+    with fresh_process() as process:
+        return process.submit(run, *arguments).result()
+
+
 # The workload that this process has loaded, by its path.
 _held: dict[Path, Workload] = {}
 
@@ -232,12 +238,11 @@ def kept_norms(path: Path) -> list[float]:
 
 def take_turn(name: str, path: Path, device: torch.device) -> tuple[float, list[float]]:
     """Runs steps in a fresh process; returns the seconds of the last, and its loss and norms."""
-    with fresh_process() as process:
-        for number in range(_MOST_STEPS):
-            seconds, loss, faults = process.submit(kept_step, name, path, device).result()
-            if number and faults < _FEW_FAULTS:
-                break
-        return seconds, [loss, *process.submit(kept_norms, path).result()]
+    for number in range(_MOST_STEPS):
+        seconds, loss, faults = kept_step(name, path, device)
+        if number and faults < _FEW_FAULTS:
+            break
+    return seconds, [loss, *kept_norms(path)]
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:
