@@ -237,7 +237,7 @@ def kept_norms(path: Path) -> list[float]:
 
 
 def take_turn(name: str, path: Path, device: torch.device) -> tuple[float, list[float]]:
-    """Runs steps in a fresh process; returns the seconds of the last, and its loss and norms."""
+    """Runs steps until one takes no more memory; returns its seconds, and its loss and norms."""
     for number in range(_MOST_STEPS):
         seconds, loss, faults = kept_step(name, path, device)
         if number and faults < _FEW_FAULTS:
