@@ -242,7 +242,7 @@ def take_turn(name: str, path: Path, device: torch.device) -> tuple[float, list[
         seconds, loss, faults = kept_step(name, path, device)
         if number and faults < _FEW_FAULTS:
             break
-    return seconds, [loss, *kept_norms(path)]
+    return seconds, [loss, *gradient_norms(_held[path])]
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:

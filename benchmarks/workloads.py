@@ -72,11 +72,6 @@ class Workload:
         """The number of positions that count."""
         return self.targets.numel() if self.mask is None else int(self.mask.sum())
 
-    @property
-    def gemms(self) -> int:
-        """The number of GEMMs that forward and backward need."""
-        return 3 - self.frozen + (self.teacher is not None)
-
     def describe(self) -> str:
         (B, T, H), V = self.hidden.shape, self.weight.shape[0]
         dtype = str(self.hidden.dtype).removeprefix("torch.")
