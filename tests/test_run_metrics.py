@@ -39,28 +39,6 @@ def test_own_code_adds_a_metric(make):
         assert row["letters"] == pytest.approx(sum(some) / 16) and row["longest"] == max(some)
 
 
-UNKNOWN = "expected a name that the library does not use; got"
-
-
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    (
-        *((Metric(name), f"{UNKNOWN} '{name}'") for name in (
-            "tokens", "reward/a", "reward", "step", "warnings", "sampler_gap_max")),
-        (Metric("a", merge="median"), "merge: expected one of mean, max, min, sum for a; got 'med"),
-        (Metric("a", chart=3), "chart: expected a text for a; got 3"),
-        (Metric("a", unit=None), "unit: expected a text for a; got None"),
-    ),
-)  # fmt: skip
-def test_what_is_no_metric_is_refused(metric, message):
-    metrics = Metrics()
-    with pytest.raises((ValueError, TypeError), match=message):
-        metrics.register(metric)
-    if metric.name != "a":
-        with pytest.raises(ValueError, match=message):
-            metrics.add(metric.name, [1.0])
-
-
 def test_no_name_decides_how_a_metric_is_merged():
     metrics = Metrics()
     metrics.register(Metric("gap", merge="min"))

@@ -63,20 +63,3 @@ def test_nothing_is_read_from_a_gpu_or_copied_there(ends):
         ends = torch.zeros(2, dtype=torch.int64, device=CUDA) if isinstance(ends, str) else ends
         completion_mask(tokens, ends)
     assert not gpu.transfers
-
-
-@pytest.mark.parametrize(
-    ("tokens", "ends", "error", "message"),
-    (
-        ([[1]], END, TypeError, "token_ids: expected a tensor; got list"),
-        (torch.ones(2, 3), END, TypeError, "token_ids: expected dtype int64, .*; got float32"),
-        (torch.ones(3).long(), END, ValueError, r"token_ids: expected shape \[B, T\]; got \[3\]"),
-        *(
-            (torch.ones(2, 3).long(), ends, TypeError, "end_ids: expected an int, or several; got")
-            for ends in (None, "2", True, 2.0, [None], [[1]], torch.ones(1))
-        ),
-    ),
-)
-def test_refuses(tokens, ends, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        completion_mask(tokens, ends)
