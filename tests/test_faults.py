@@ -288,12 +288,6 @@ def test_what_is_half_written_or_foreign_is_no_checkpoint(make):
     saved = checkpoint.tensors_of(whole)["trained"]
     assert saved and all("layers.1." in name for name in saved)
     assert not list(folder.rglob("model.safetensors"))
-    # It was cut off by something else, a copy that ended early, say.
-    whole.write_bytes(whole.read_bytes()[:-100])
-    with pytest.raises(
-        ValueError, match=r"got .*step-000002\.pt .*Delete it to go on from the one"
-    ):
-        make(resume=True)
 
 
 def test_a_scaler_goes_on(make):

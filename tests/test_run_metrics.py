@@ -10,7 +10,6 @@ import torch
 from grpo_kernels.training import Metric
 from grpo_kernels.training.run import ranks
 from grpo_kernels.training.run.metrics import Clock, Metrics, peak_memory
-from tests.helpers.trainer_runs import noise, rows_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -19,24 +18,6 @@ class Alone:
     """Processes of which there is one."""
 
     num_processes = 1
-
-
-def test_own_code_adds_a_metric(make):
-    """Only the step's completions count, though an evaluation calls the function, too."""
-    letters = []
-
-    def counted(prompts, completions, **_):
-        letters.append([len(text) for text in completions])
-        trainer.metrics.add("letters", letters[-1])
-        trainer.metrics.add("longest", letters[-1])
-        return noise(prompts, completions)
-
-    trainer = make(eval_size=3, eval_every=1, rewards={"noise": counted})
-    trainer.metrics.register(Metric("longest", merge="max"))
-    folder = trainer.train()
-    of_steps = [some for some in letters if len(some) == 16]
-    for row, some in zip(rows_of(folder), of_steps, strict=True):
-        assert row["letters"] == pytest.approx(sum(some) / 16) and row["longest"] == max(some)
 
 
 def test_no_name_decides_how_a_metric_is_merged():

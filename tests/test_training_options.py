@@ -70,23 +70,20 @@ def test_a_launcher_s_environment_is_none_of_a_run_s(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "flags", "expected"),
     (
-        ("learning_rate: 1e-6\nstop: [</answer>]\nsteps: 7", ["--steps", "9", "--no_share_prompts"],
-         {"learning_rate": 1e-6, "stop": ["</answer>"], "steps": 9, "share_prompts": False}),
-        ("chat: true\nreplay_support: false", [], {"chat": True, "replay_support": False}),
-        ("ref_model: '0123456'", [], {"ref_model": "0123456"}),
-        ("ref_model: null", [], {"ref_model": None}),
-        ("scale_rewards: none", [], {"scale_rewards": "none"}),
-        ("stop: [no, '007']", [], {"stop": ["no", "007"]}),
-        ("rewards: [answer, format]\nreward_weights: [1, .5]", [], {"reward_weights": [1.0, 0.5]}),
-        ("steps: 1_000\nchat: yes", [], {"steps": 1000, "chat": True}),
-        ("beta: 1", [], {"beta": 1.0, "output": "n"}),
-        ("loss_options: {epsilon: 1e-1}", [], {"loss_options": {"epsilon": 0.1}}),
-        ("", ["--model", "0123456", "--stop", "no", "007"],
-         {"model": "0123456", "stop": ["no", "007"]}),
-        ("", ["--top-k=3"], {"top_k": 3}),
-        ("high: 0.5\nway: x\nsome: [3, 4]\nsteps: 5", ["--either", "7"],
-         {"high": 0.5, "way": "x", "some": [3, 4], "steps": 5, "either": 7}),
-        ("some: null", [], {"some": None}),
+        ("learning_rate: 1e-6\nstop: [</answer>]\nsteps: 7\nscale_rewards: none\nbeta: 1\n"
+         "ref_model: '0123456'\nchat: true\nreplay_support: false",
+         ["--steps", "9", "--no_share_prompts", "--top-k=3"],
+         {"learning_rate": 1e-6, "stop": ["</answer>"], "steps": 9, "share_prompts": False,
+          "scale_rewards": "none", "beta": 1.0, "ref_model": "0123456", "chat": True,
+          "replay_support": False, "output": "n", "top_k": 3}),
+        ("ref_model: null\nstop: [no, '007']\nrewards: [answer, format]\nreward_weights: [1, .5]\n"
+         "steps: 1_000\nchat: yes\nloss_options: {epsilon: 1e-1}\nsome: null", [],
+         {"ref_model": None, "stop": ["no", "007"], "reward_weights": [1.0, 0.5], "steps": 1000,
+          "chat": True, "loss_options": {"epsilon": 0.1}, "some": None}),
+        ("high: 0.5\nway: x\nsome: [3, 4]",
+         ["--either", "7", "--model", "0123456", "--stop", "no", "007"],
+         {"high": 0.5, "way": "x", "some": [3, 4], "either": 7, "model": "0123456",
+          "stop": ["no", "007"]}),
     ),
 )  # fmt: skip
 def test_an_option_gets_what_is_written(text, flags, expected, tmp_path):
@@ -237,21 +234,26 @@ def test_errors_of_users_are_a_sentence_and_others_are_raised(monkeypatch, capsy
             raise error("x")
 
 
-@pytest.mark.parametrize("missing", ("accelerate", "jsonargparse"))
-def test_a_missing_extra_is_named(missing):
-    code = f"import sys; sys.modules['{missing}'] = None; import grpo_kernels\n"
+COMMAND = "import runpy; sys.argv[0] = '-m'; runpy.run_module('grpo_kernels.training')"
+
+
+@pytest.mark.parametrize(
+    ("missing", "text", "begins", "status"),
+    (
+        ("accelerate", "import grpo_kernels.training", "ImportError: ", 1),
+        ("jsonargparse", COMMAND, "error: ", 2),
+    ),
+)
+def test_a_missing_extra_is_named(missing, text, begins, status):
+    code = f"import sys; sys.modules['{missing}'] = None; import grpo_kernels\n{text}"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    *before, last = run.stderr.strip().split("\n")
     expected = f"grpo_kernels.training needs {missing}: pip install -e '.[train]' in the checkout"
-    command = "import runpy; sys.argv[0] = '-m'; runpy.run_module('grpo_kernels.training')"
-    for text, begins, status in (
-        ("import grpo_kernels.training", "ImportError: ", 1), (command, "error: ", 2),
-    ):  # fmt: skip
-        run = subprocess.run(
-            [sys.executable, "-c", code + text], capture_output=True, text=True, timeout=120,
-            env={"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        assert run.returncode == status
-        *before, last = run.stderr.strip().split("\n")
-        assert last == f"{begins}{expected}" and (status == 1 or not before)
+    assert run.returncode == status and last == f"{begins}{expected}"
+    assert status == 1 or not before
     extra = (ROOT / "pyproject.toml").read_text().split("\ntrain = [")[1].split("\n]")[0]
     assert f'"{missing}>=' in extra
 

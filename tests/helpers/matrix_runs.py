@@ -112,7 +112,9 @@ class Run:
             self.loaded, self.steps, self.watched, self.layers = [], [], Watched(), []
             layer = modeling_utils.checkpoint
             patch.setattr(
-                modeling_utils, "checkpoint", lambda *a, **k: self.layers.append(1) or layer(*a, **k)
+                modeling_utils,
+                "checkpoint",
+                lambda *a, **k: self.layers.append(1) or layer(*a, **k),
             )
             patch.setattr(datasets, "load_dataset", self.load_dataset)
             patch.setattr(about, "versions", dict)  # takes long
