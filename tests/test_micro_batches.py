@@ -3,7 +3,6 @@
 The gradients and metrics of cut batches are those of `test_training_matrix.py`.
 """
 
-import random
 import sys
 
 import pytest
@@ -66,18 +65,6 @@ def test_losses_of_parts_add_up(entropy_coef, aggregation):
 
 
 # Plans
-
-
-@pytest.mark.parametrize("size", (1, 3, 8, 100))
-def test_every_row_is_in_one_part(size):
-    draw = random.Random(0)
-    rows = draw.sample(range(24), 17)
-    lengths = [draw.randrange(1, 100) for _ in range(24)]
-    plan = plan_micro_batches(
-        rows, size, [i // 4 for i in range(24)], [9] * 6, lengths, shared=True
-    )
-    assert sorted(i for part in plan for i in part) == sorted(rows)
-    assert len(plan) == -(-17 // size) and all(0 < len(part) <= size for part in plan)
 
 
 @pytest.mark.parametrize(

