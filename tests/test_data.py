@@ -118,8 +118,10 @@ def test_files(name, tmp_path):
     assert answers_of(data.problems_of(name, config_of())) == [*range(40)]
 
 
+# Files, and folders of the names of a format and of a function.
 NAMES = ("t_2026-11-28T14:03:00.jsonl", "me@host/a.jsonl", "json:dumps/a.csv", "[a] *.parquet",
-         "a b.json", "./m:f.jsonl")  # fmt: skip
+         "a b.json", "./m:f.jsonl", "json/train.jsonl",
+         "examples.problems:additions/train.jsonl")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -130,14 +132,6 @@ def test_what_is_on_the_disk_is_read_whatever_its_name(name, tmp_path, monkeypat
     for dataset in (name, *([str(path.parent)] if path.parent.name else [])):
         train, _ = load_problems(config_of(dataset=dataset, eval_size=0))
         assert sorted(answers_of(train)) == [*range(9)]
-
-
-def test_a_folder_of_the_name_of_a_format_or_a_function_is_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("json", "examples.problems:additions"):
-        Path(name).mkdir()
-        write(Path(name, "train.jsonl"), *numbered("", range(9)))
-        assert len(load_problems(config_of(dataset=name, eval_size=0))[0]) == 9
 
 
 @pytest.mark.parametrize("splits", (False, True))

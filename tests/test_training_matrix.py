@@ -176,7 +176,7 @@ OF_THE_LOSS = {x.name for x in fields(GRPOLossConfig)} - {
 MEETS = {
     "turns": {
         "loss_type", "aggregation", "minibatches", "skip_untrained", "micro_batch_size",
-        "mask_truncated_completions", "entropy_coef", "off_policy_threshold",
+        "mask_truncated_completions", "entropy_coef", "off_policy_threshold", "share_prompts",
     },
     "lora": {
         "lora_alpha", "lora_target", "gradient_checkpointing", "share_prompts", "kl_estimator",
