@@ -18,6 +18,7 @@ from grpo_kernels.training.step.micro_batches import (
     pad_plan,
     plan_micro_batches,
 )
+from tests.helpers.trainer_runs import FakeRollout, assert_same_weights, rows_of, weights_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -34,6 +35,22 @@ def test_metrics_are_computed_once_after_the_last_micro_batch(make, monkeypatch)
         monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
     make(steps=1, micro_batch_size=4, skip_untrained=False).train()
     assert events == ["loss_inputs"] * 4 + ["loss_metrics"]
+
+
+def test_a_part_without_rows_changes_nothing(make):
+    """A process has one where others have more micro-batches."""
+
+    def trained(name, *more):
+        rollout = FakeRollout((6, 1, 3), turns=True, ce_weight=0.5)
+        trainer = make(name=name, steps=1, beta=0.1, entropy_coef=0.1, rollout=lambda _: rollout)
+        plan = trainer.scorer.plan
+        trainer.scorer.plan = lambda *args: [*plan(*args), *more]
+        return rows_of(trainer.train()), weights_of(trainer)
+
+    (row,), weights = trained("whole")
+    (other,), others = trained("padded", [])
+    assert other == pytest.approx(row, rel=1e-5)
+    assert_same_weights(others, weights, 1e-5, 1e-7)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

@@ -177,6 +177,7 @@ MEETS = {
     "turns": {
         "loss_type", "aggregation", "minibatches", "skip_untrained", "micro_batch_size",
         "mask_truncated_completions", "entropy_coef", "off_policy_threshold", "share_prompts",
+        "kl_estimator",
     },
     "lora": {
         "lora_alpha", "lora_target", "gradient_checkpointing", "share_prompts", "kl_estimator",

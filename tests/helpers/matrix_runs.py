@@ -30,7 +30,8 @@ BASE = {
 SETTINGS = {
     "plain": {},
     "turns": {},
-    "lora": {"lora_rank": 2, "learning_rate": 1e-2},
+    # Some completions end early.
+    "lora": {"lora_rank": 2, "learning_rate": 1e-2, "stop": [chr(i) for i in range(33, 80)]},
     "vllm": {"rollout": "vllm"},
 }
 SPLITS = {
