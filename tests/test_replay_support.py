@@ -81,24 +81,13 @@ def test_supports_are_what_generate_leaves(name):
 
 
 def test_metrics_of_supports_are_of_the_rollout(tiny_model, tmp_path):
-    seen, requests = [], []
-    config = config_of(tiny_model, tmp_path, top_p=0.8, steps=1, micro_batch_size=3, eval_size=2)
-    trainer = trainer_of(config)
-    rollout = trainer.rollout
-    trainer.rollout = lambda prompts, count, sampling: (
-        requests.append((sampling.temperature, sampling.record_support))
-        or rollout(prompts, count, sampling)
-    )
-    row = rows_of(trainer.train(lambda _, samples: seen.append(samples)))[0]
+    config, seen = config_of(tiny_model, tmp_path, top_p=0.8, steps=1, micro_batch_size=3), []
+    (row,) = rows_of(trainer_of(config).train(lambda _, samples: seen.append(samples)))
     sets = [kept_set for c in seen[0].completions for kept_set in kept_sets(c.support)]
     sizes = torch.tensor([len(kept_set) for kept_set in sets]).double()
-    assert row["support/mean"] == pytest.approx(sizes.mean().item())
+    assert row["support/mean"] == pytest.approx(sizes.mean().item()) and sizes.mean() > 1
     assert row["support/p99"] == pytest.approx(sizes.quantile(0.99).item())
     assert row["support/singletons"] == pytest.approx((sizes == 1).double().mean().item())
-    assert 0 <= row["support/gathered"] <= 1 and "support/fallback" not in row
-    assert 1 < row["support/mean"] < V and "warnings" not in row
-    # Evaluations do not record.
-    assert requests == [(0.0, False), (1.0, True), (0.0, False)]
 
 
 def test_a_rollout_that_does_not_say_is_warned_of(tiny_model, tmp_path):

@@ -24,7 +24,10 @@ def test_no_name_decides_how_a_metric_is_merged():
     metrics = Metrics()
     metrics.register(Metric("gap", merge="min"))
     updates = [dict.fromkeys(("ce_gap", "gap_max", "gap"), x) for x in (1.0, 3.0)]
-    assert metrics.merge_updates(updates) == {"ce_gap": 2.0, "gap_max": 2.0, "gap": 1.0}
+    updates[1] |= {"tokens": 3, "kl_max": 7.0}  # which the first lacks
+    assert metrics.merge_updates(updates) == {
+        "ce_gap": 2.0, "gap_max": 2.0, "gap": 1.0, "tokens": 3, "kl_max": 7.0,
+    }  # fmt: skip
 
 
 class Others:

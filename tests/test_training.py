@@ -97,9 +97,6 @@ def test_a_minibatch_without_gradient_is_not_encoded_and_loses_no_metric(make):
     # The first has a part without rows, which a batch has one for.
     assert seen == [1, 2] and row["groups_equal"] == 0.75
     assert row["ratio_max"] > 0 and row["entropy"] > 0
-    updates = [{"loss": 1.0, "tokens": 2}, {"loss": 3.0, "tokens": 3, "kl_max": 7.0}]
-    merged = trainer.metrics.merge_updates(updates)
-    assert merged == {"loss": 2.0, "tokens": 5, "kl_max": 7.0}
 
 
 def test_a_run_goes_on_by_the_repr_of_its_loss(make):

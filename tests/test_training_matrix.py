@@ -177,7 +177,7 @@ MEETS = {
     "turns": {
         "loss_type", "aggregation", "minibatches", "skip_untrained", "micro_batch_size",
         "mask_truncated_completions", "entropy_coef", "off_policy_threshold", "share_prompts",
-        "kl_estimator",
+        "kl_estimator", "top_k",
     },
     "lora": {
         "lora_alpha", "lora_target", "gradient_checkpointing", "share_prompts", "kl_estimator",
@@ -235,7 +235,7 @@ def asserted(name, run):
     for sampling in evaluations:
         assert sampling.temperature == options["eval_temperature"]
         longest = options["eval_max_completion_length"] or options["max_completion_length"]
-        assert sampling.max_new_tokens == longest
+        assert sampling.max_new_tokens == longest and not sampling.record_support
     assert (folder / "model").exists() == options["save_model"]
     adapters = (folder / "model" / "adapter_model.safetensors").exists()
     assert adapters == bool(options["save_model"] and options["lora_rank"])

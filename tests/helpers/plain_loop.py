@@ -90,6 +90,9 @@ def plain_loop(o, steps, world=1):
                 optimizer.param_groups[0]["lr"] = rate
                 optimizer.step()
                 row = {"loss": out.loss.detach(), "grad_norm": norm, "learning_rate": rate}
+                if batch.replays:
+                    has_set = batch.has_set[part][batch.mask[part] > 0]
+                    row["support/gathered"] = has_set.mean()
                 updates.append(out.metrics | row if batch.all_trained else row)
                 number += 1
         if o["sync_ref_every"] and step % o["sync_ref_every"] == 0:
@@ -146,6 +149,8 @@ class _Batch:
         self.all_trained = bool((self.advantages.abs() > 1e-6).all())
         self.targets = [_padded(torch.tensor(c.token_ids), self.mask.shape[1]) for c in completions]
         self.kept = [self._kept(c) for c in completions]
+        self.has_set = torch.stack([kept.sum(1) < V for kept in self.kept]).double()
+        self.replays = o["replay_support"] and any(c.support is not None for c in completions)
         # Every process cuts its own completions into minibatches.
         size = len(completions) // world // o["minibatches"]
         own = [torch.arange(len(completions)).view(world, -1)[:, k * size : (k + 1) * size]
