@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from examples import problems
 from grpo_kernels.explain.records import text_of
-from grpo_kernels.training import TrainingConfig, load_problems
+from grpo_kernels.training import TrainingConfig, load_model, load_problems
 from grpo_kernels.training.problems import answers, data, rewards
 from grpo_kernels.training.problems.prompts import (
     EXAMPLE,
@@ -287,6 +287,7 @@ def test_a_prompt_is_to_be_gone_on_from(around):
     for prompt, chat, text in (
         ("2 + 3?", False, f"{begin}2 + 3?"),
         ("", False, begin),
+        ([], False, ""),
         ("no end<eos>", False, f"{begin}no end<eos>"),
         ([USER], False, OPENED),
         ("2 + 3?", True, OPENED),
@@ -368,6 +369,12 @@ class Hub(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+def test_without_the_hub_a_model_is_a_folder(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks for long
+    with pytest.raises(OSError, match=r"^model: 'no/where' is not a folder with a model, and not"):
+        load_model(TrainingConfig(model="no/where"))
 
 
 @pytest.mark.slow

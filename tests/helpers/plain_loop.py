@@ -92,7 +92,7 @@ def plain_loop(o, steps, world=1):
                 row = {"loss": out.loss.detach(), "grad_norm": norm, "learning_rate": rate}
                 if batch.replays:
                     has_set = batch.has_set[part][batch.mask[part] > 0]
-                    row["support/gathered"] = has_set.mean()
+                    out.metrics["support/gathered"] = has_set.mean()
                 updates.append(out.metrics | row if batch.all_trained else row)
                 number += 1
         if o["sync_ref_every"] and step % o["sync_ref_every"] == 0:
