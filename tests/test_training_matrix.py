@@ -78,7 +78,7 @@ TRAINS = {
     "temperature": [{"temperature": 0.7}],
     "top_k": [{"top_k": 20}, {"top_k": 20, "kl_estimator": "exact", "replay_support": False} | KL],
     "top_p": [{"top_p": 0.9}],
-    "min_p": [{"min_p": 0.001}],
+    "min_p": [{"min_p": 0.5}],
     "replay_support": [{"top_k": 20, "replay_support": False}],
     "mask_truncated_completions": [{"mask_truncated_completions": True, "stop": LETTERS}],
     "loss_type": [

@@ -32,7 +32,7 @@ SETTINGS = {
     "turns": {},
     # Some completions end early.
     "lora": {"lora_rank": 2, "learning_rate": 1e-2, "stop": [chr(i) for i in range(33, 80)]},
-    "vllm": {"rollout": "vllm"},
+    "vllm": {"rollout": "vllm", "seed": 2},  # with no two equal rewards, which train nothing
 }
 SPLITS = {
     name: [{"question": f"{i} + {7 * i % 5} =", "answer": str(i)} for i in numbers]

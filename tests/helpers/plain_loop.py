@@ -149,8 +149,10 @@ class _Batch:
         self.all_trained = bool((self.advantages.abs() > 1e-6).all())
         self.targets = [_padded(torch.tensor(c.token_ids), self.mask.shape[1]) for c in completions]
         self.kept = [self._kept(c) for c in completions]
-        self.has_set = torch.stack([kept.sum(1) < V for kept in self.kept]).double()
-        self.replays = o["replay_support"] and any(c.support is not None for c in completions)
+        supports = [c.support for c in completions]
+        self.replays = o["replay_support"] and any(x is not None for x in supports)
+        sizes = [torch.zeros(0) if x is None else x.offsets.diff() for x in supports]
+        self.has_set = torch.stack([_padded(x > 0, self.mask.shape[1]) for x in sizes]).double()
         # Every process cuts its own completions into minibatches.
         size = len(completions) // world // o["minibatches"]
         own = [torch.arange(len(completions)).view(world, -1)[:, k * size : (k + 1) * size]
