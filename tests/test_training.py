@@ -116,7 +116,7 @@ def test_a_run_goes_on_by_the_repr_of_its_loss(make):
 
 
 def test_problems_may_have_no_answer_or_any(make):
-    """Checked only where the library itself compares answers."""
+    """Answers are checked only where the library itself compares them."""
     some = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}]
     some += [{"prompt": x} for x in "cde"]
     odd = [{"prompt": x, "answer": answer} for x, answer in (("a", "1"), ("b", 0.5))]

@@ -216,7 +216,7 @@ def test_the_command_trains_from_a_file(tiny_model, tmp_path):
 
 
 def test_errors_of_users_are_a_sentence_and_others_are_raised(monkeypatch, capsys):
-    """Of several processes the first speaks: the launcher then ends the others, unless it lives."""
+    """The first of several processes speaks; its launcher then ends the others, or they speak."""
     waited = []
     monkeypatch.setattr(command_line.time, "sleep", waited.append)
     for rank, seconds in (("0", []), ("1", [20.0])):
