@@ -2,18 +2,13 @@
 
 import csv
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import threading
-from dataclasses import replace
-from datetime import datetime
-from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -21,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from examples import problems
 from grpo_kernels.explain.records import text_of
-from grpo_kernels.training import TrainingConfig, load_problems
+from grpo_kernels.training import TrainingConfig, load_model, load_problems
 from grpo_kernels.training.problems import answers, data, rewards
 from grpo_kernels.training.problems.prompts import (
     EXAMPLE,
@@ -123,8 +118,10 @@ def test_files(name, tmp_path):
     assert answers_of(data.problems_of(name, config_of())) == [*range(40)]
 
 
+# Files, and folders of the names of a format and of a function.
 NAMES = ("t_2026-11-28T14:03:00.jsonl", "me@host/a.jsonl", "json:dumps/a.csv", "[a] *.parquet",
-         "a b.json", "./m:f.jsonl")  # fmt: skip
+         "a b.json", "./m:f.jsonl", "json/train.jsonl",
+         "examples.problems:additions/train.jsonl")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,16 +132,6 @@ def test_what_is_on_the_disk_is_read_whatever_its_name(name, tmp_path, monkeypat
     for dataset in (name, *([str(path.parent)] if path.parent.name else [])):
         train, _ = load_problems(config_of(dataset=dataset, eval_size=0))
         assert sorted(answers_of(train)) == [*range(9)]
-    with pytest.raises(ValueError, match=r"^dataset_config='main' has no effect with"):
-        load_problems(config_of(dataset=name, dataset_config="main"))
-
-
-def test_a_folder_of_the_name_of_a_format_or_a_function_is_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("json", "examples.problems:additions"):
-        Path(name).mkdir()
-        write(Path(name, "train.jsonl"), *numbered("", range(9)))
-        assert len(load_problems(config_of(dataset=name, eval_size=0))[0]) == 9
 
 
 @pytest.mark.parametrize("splits", (False, True))
@@ -160,15 +147,10 @@ def test_a_folder_of_save_to_disk(splits, tmp_path):
     assert [len(train), len(held_out)] == ([10, 10] if splits else [8, 2])
 
 
-def test_a_list_may_begin_with_a_mark_and_an_ending_be_in_capitals(tmp_path):
-    rows = numbered("", range(2))
-    (tmp_path / "a.JSON").write_text("\ufeff" + json.dumps(rows))
-    problems = data.problems_of(str(tmp_path / "a.JSON"), config_of())
-    assert answers_of(problems) == [0, 1]
-
-
 def test_no_type_of_a_table_is_guessed(tmp_path):
-    """Spreadsheets write a mark before the first column."""
+    """Spreadsheets write a mark before the first column, and others before a list."""
+    (tmp_path / "a.JSON").write_text("\ufeff" + json.dumps(numbered("", range(2))))
+    assert answers_of(data.problems_of(str(tmp_path / "a.JSON"), config_of())) == [0, 1]
     path = tmp_path / "a.csv"
     rows = 'question,answer,note\n1?,007,NA\n"2,\n3?",1.50,\n4?,2024-01-02,x\n'
     path.write_text("\ufeff" + rows)
@@ -177,9 +159,6 @@ def test_no_type_of_a_table_is_guessed(tmp_path):
         ("007", "NA"), ("1.50", None), ("2024-01-02", "x")
     ]  # fmt: skip
     assert question_of(problems[1]) == "2,\n3?"
-    path.write_text(rows + "5?,6\n")
-    with pytest.raises(ValueError, match=r"expected 3 values in line 6 of .*a\.csv"):
-        data.problems_of(str(path), config_of())
 
 
 @pytest.mark.parametrize(
@@ -194,102 +173,11 @@ def test_answers_are_text_or_whole_numbers(answer, text, tmp_path):
     assert question_of(problem) == str(answer)
 
 
-OWN = {"rewards": ["m:f", "format"]}
-
-
-def test_rows_of_any_types(tmp_path):
-    """A function may make them, without answers if nothing needs one."""
-    config, day = config_of(), datetime(2020, 1, 31)
-    assert data.problem_of({"answer": numpy.int64(8)}, config) == {"answer": "8"}
-    for value in (12.0, True, [1, 2], {"a": 1}, Decimal("1.50"), day, day.date()):
-        for row in ({"prompt": "a", "answer": value}, {"question": value}, {"prompt": value}):
-            if row != {"prompt": [1, 2]}:
-                message = rf"^dataset: expected text or a whole number as {[*row][-1]}; got"
-                with pytest.raises(ValueError, match=message):
-                    data.problem_of(row, config)
+def test_a_problem_may_have_no_answer_if_nothing_needs_one(tmp_path):
+    assert data.problem_of({"answer": numpy.int64(8)}, config_of()) == {"answer": "8"}
     name = write(tmp_path / "a.jsonl", {"prompt": "a", "answer": None}, {"prompt": "b"})
-    train = load_problems(config_of(dataset=name, **OWN, eval_size=0))[0]
-    assert sorted(train, key=str) == [{"prompt": "a"}, {"prompt": "b"}]
-    with pytest.raises(ValueError, match=r"a column answer for evaluation; got .* in line 1 of"):
-        data.problems_of(name, config_of(**OWN))
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "options", "message"),
-    (
-        ("", None, {}, "'' is no file or folder here, no module:function, and no name on the hub"),
-        ("openai/gsm8k:main", None, {}, "'openai/gsm8k:main' is no .*dataset_config"),
-        ("a/b@v1", None, {}, r"'a/b@v1' is no .*; of a revision pass the folder"),
-        *((name, None, {}, f"expected a file or folder; {re.escape(name)} does not exist")
-          for name in ("a.json", "data/a/b", "./a", "/no/a", "no.such:thing/a.csv", "m:a.jsonl")),
-        ("a.jsonl.gz", "", {}, "expected a file .jsonl, .json, .csv, .parquet; got a.jsonl.gz"),
-        ("a.json", '[{"question": "a", "answer": "b"}, 3]', {}, "expected an object in row 2 of"),
-        ("a.json", '[{"question": "a", "answer": "b"}', {}, "expected JSON in a.json; "),
-        ("a.csv", "question,answer\na,\n", {}, r".*answer .*\['prompt', 'question'\] in line 2 of"),
-        ("a.parquet", "PAR1", {}, "expected rows of parquet in a.parquet; ArrowInvalid"),
-        ("examples.problems:nothing", None, {}, r"expected module:function; got"),
-        ("no.such:thing", None, {}, "expected module:function; got"),
-        ("json:__doc__", None, {}, "expected a function; got"),
-        ("a.jsonl", None, {}, "expected a file or folder; a.jsonl does not exist"),
-        ("a.jsonl", '{"question": "a", "answer": "b"}\n\n{', {}, "expected JSON in line 3 of .*a."),
-        ("a.jsonl", '["a"]', {}, "expected an object in line 1 of .*a.jsonl"),
-        ("a.jsonl", '{"question": "\udcff", "answer": "b"}', {}, "expected JSON in line 1 of .*a."),
-        ("a.jsonl", '{"question": null, "answer": "b"}', {},
-         r"expected a column question .* got \['answer'\] in line 1 of"),
-        ("a.jsonl", '{"question": "a", "answer": null}', {},
-         r".*a column answer .* got \['prompt', 'question'\] in"),
-        ("a.jsonl", '{"text": "a"}', {}, r"expected a column question .* got \['text'\]"),
-        ("a.jsonl", "", {}, "expected at least one problem to train on; got none in .*a.jsonl"),
-        ("a.jsonl", '{"prompt": "b"}', {**OWN, "eval_size": 1}, ".*a column answer for evaluation"),
-        ("a.jsonl", '{"prompt": "a", "rewards": "f"}\n{"prompt": "b", "rewards": ["answer"]}',
-         {"rewards": ["answer", "m:f"]}, ".*answer for the reward answer; got .* in line 2 of"),
-        ("a.jsonl", '{"prompt": "a", "answer": 1.5}', {}, r".*got 1.5: .*\(line 1 of .*a"),
-        ("a.parquet", {"prompt": "a", "answer": 1.5}, {}, r".*got 1.5: .*\(row 1 of .*a[.]"),
-        # What is missing is NaN to some.
-        ("a.parquet", {"prompt": "a", "answer": math.nan}, {}, r".*answer .*\['prompt'\] in r"),
-    ),
-)  # fmt: skip
-def test_what_is_no_dataset_is_refused(name, rows, options, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    if isinstance(rows, str):
-        Path(name).write_bytes(rows.encode(errors="surrogateescape"))
-    elif rows is not None:
-        write(Path(name), rows)
-    with pytest.raises(ValueError, match=f"^dataset: {message}"):
-        load_problems(config_of(dataset=name, **{"eval_size": 0, **options}))
-    if name.count(":") == 1 and "/" not in name and name[-6:-5] != ".":
-        with pytest.raises(ValueError, match=f"^rewards: {message}") as error:
-            rewards.resolve_rewards([name])
-        assert "on the hub" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    (
-        (lambda _: sys.exit(0), "mine:made: SystemExit: 0"),
-        (lambda _: int("x"), "mine:made: ValueError: invalid literal"),
-        (lambda _: ((1 / 0 for _ in "a"), []), "mine:made: ZeroDivisionError"),
-        (lambda _: [], r"expected the problems to train on and those .*, of mine:made; got \[\]"),
-        (lambda _: (["a"], []), "expected a dict; got 'a' in problem 0 to train on of mine:made"),
-        (lambda _: ([{"question": "1"}], []), r"expected a column prompt, .* got \['question'\]"),
-    ),
-)
-def test_a_dataset_function_that_fails_is_named(function, message, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(made=function))
-    with pytest.raises(ValueError, match=f"^dataset: {message}"):
-        load_problems(config_of(dataset="mine:made"))
-
-
-def test_a_module_that_ends_the_process_is_named(tmp_path, monkeypatch):
-    (tmp_path / "ending.py").write_text("exit(0)")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"got 'ending:f' \(SystemExit: 0\)"):
-        load_problems(config_of(dataset="ending:f"))
-
-
-def test_a_name_without_its_owner_is_taken_for_a_module():
-    with pytest.raises(ValueError, match=r"gsm8k.*; a dataset on the hub is OWNER/NAME, its conf"):
-        load_problems(config_of(dataset="gsm8k:main"))
+    config = config_of(dataset=name, rewards=["m:f", "format"], eval_size=0)
+    assert sorted(load_problems(config)[0], key=str) == [{"prompt": "a"}, {"prompt": "b"}]
 
 
 # Splits
@@ -301,23 +189,17 @@ def test_a_name_without_its_owner_is_taken_for_a_module():
         ("train test validation", "train 0 to 29", "test 0 to 19"),
         ("train validation", "train 0 to 29", "validation 0 to 19"),
         ("train", "24 of train", "6 of train"),
-        ("test", None, None),
     ),
 )
 def test_splits_go_by_their_names(splits, train, held_out, tmp_path):
     for split in splits.split():
-        rows = numbered(split, range(30 if split == "train" else 20))
-        write(tmp_path / f"{split}.jsonl", *rows)
-    config = config_of(dataset=str(tmp_path), eval_size=25)
-    if train is None:
-        with pytest.raises(ValueError, match=r"^dataset: expected a split train .* got \['test'\]"):
-            load_problems(config)
-    else:
-        for part, expected in zip(load_problems(config), (train, held_out), strict=True):
-            names, numbers = zip(*(question_of(p).split() for p in part), strict=True)
-            assert answers_of(part) == [*map(int, numbers)]
-            whole = f"{names[0]} {numbers[0]} to {numbers[-1]}"
-            assert expected in (whole, f"{len(part)} of {names[0]}")
+        write(tmp_path / f"{split}.jsonl", *numbered(split, range(30 if split == "train" else 20)))
+    parts = load_problems(config_of(dataset=str(tmp_path), eval_size=25))
+    for part, expected in zip(parts, (train, held_out), strict=True):
+        names, numbers = zip(*(question_of(p).split() for p in part), strict=True)
+        assert answers_of(part) == [*map(int, numbers)]
+        whole = f"{names[0]} {numbers[0]} to {numbers[-1]}"
+        assert expected in (whole, f"{len(part)} of {names[0]}")
 
 
 @pytest.mark.parametrize("train_size", (10, 100))
@@ -349,8 +231,6 @@ def test_prompts_are_the_same_in_any_order_of_keys_with_any_white_space_and_as_l
         assert data.not_held_out(train, [{"prompt": prompt}], said.append) == train[1:]
         assert said[0].startswith("1 of 2 problems to train on are left out")
     assert data.not_held_out(train, [], None) == train
-    with pytest.raises(ValueError, match=r"^train: the prompts of all . problems are held out"):
-        data.not_held_out(train, train, None)
 
 
 def test_a_test_split_without_answers_is_in_the_way_of_no_run_that_does_not_ask_it(tmp_path):
@@ -358,8 +238,6 @@ def test_a_test_split_without_answers_is_in_the_way_of_no_run_that_does_not_ask_
     write(tmp_path / "test.jsonl", {"question": " 3"}, {"question": "new?", "answer": 0.5}, {})
     train, held_out = load_problems(config_of(dataset=str(tmp_path), eval_size=0))
     assert answers_of(train) == [0, 1, 2, 4, 5, 6, 7, 8, 9] and not held_out
-    with pytest.raises(ValueError, match=r"a column answer .*; got .* in row 1 of split test"):
-        load_problems(config_of(dataset=str(tmp_path), eval_size=1))
 
 
 def test_every_problem_once_an_epoch():
@@ -384,10 +262,6 @@ def test_prompts_have_tokens_and_not_too_many():
         "2 of 5 problems are left out: their prompts have more than max_prompt_length = 3 tokens",
         "1 of 5 problems are left out: their prompts have no token",
     ]
-    for none, least in ((("abcde", "abcd"), 4), (("", "abcd"), 0), (("", ""), 0)):
-        message = f"max_prompt_length=3: .* is longer, or empty; the shortest has {least} tokens"
-        with pytest.raises(ValueError, match=message):
-            short(*none)
 
 
 CHAT = (
@@ -413,6 +287,7 @@ def test_a_prompt_is_to_be_gone_on_from(around):
     for prompt, chat, text in (
         ("2 + 3?", False, f"{begin}2 + 3?"),
         ("", False, begin),
+        ([], False, ""),
         ("no end<eos>", False, f"{begin}no end<eos>"),
         ([USER], False, OPENED),
         ("2 + 3?", True, OPENED),
@@ -422,33 +297,6 @@ def test_a_prompt_is_to_be_gone_on_from(around):
     ):
         encode = PromptEncoder(tokenizer, chat=chat, vocabulary=len(tokenizer))
         assert tokenizer.decode(encode({"prompt": prompt})) == text
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    (
-        ("a <tool>", r"the tokenizer makes '<tool>' token \d+, and the model has \d+ tokens: "),
-        ([{"role": "user", "content": "a"}], r".* makes '<tool>' token .* is \[{'role': 'user'"),
-        (["a"], r"expected text, or messages with a role and content; got \['a'\]"),
-        ([{"content": "a"}], "expected text, or messages with a role"),
-        ({"role": "user", "content": "a"}, "expected text, or messages with a role"),
-        ([{"role": "b", "content": "a"}], "no chat template for .*: no b here"),
-    ),
-)
-def test_a_prompt_that_is_none_is_refused(prompt, message):
-    """A chat template may have tokens that the model lacks, too."""
-    tokenizer = make_tokenizer()
-    vocabulary = len(tokenizer)
-    tokenizer.add_tokens(["<tool>"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'b' %}{{ raise_exception('no b here') }}"
-        "{% endif %}{{ m['content'] }}{% endfor %}<tool>"
-    )
-    encode = PromptEncoder(tokenizer, chat=False, vocabulary=vocabulary)
-    problems = [{"prompt": "a"}, {"prompt": []}, {"prompt": prompt}]
-    assert encode(problems[0]) and encode(problems[1]) == []
-    with pytest.raises(ValueError, match=f"^prompt: {message}"):
-        short_enough(problems, encode, 100, print)
 
 
 @pytest.mark.parametrize(
@@ -476,20 +324,14 @@ def test_prompts_are_made_as_the_options_say():
     assert prompt(chat=True, **own) == [{"role": k, "content": v} for k, v in messages.items()]
 
 
-@pytest.mark.parametrize("prompt", ("1 + 1?", [USER]))
-def test_a_system_prompt_that_no_prompt_has_is_refused(prompt, tmp_path):
-    """Problems that were made with it, a run's held-out ones say, have it."""
-    system, own = "Be\nbrief.", {"role": "system", "content": "Be\nbrief."}
-    config = config_of(system_prompt=system, eval_size=0)
-    parts = own | {"content": [{"type": "text", "text": system}]}
-    for ready in (prompt, [own, USER], [parts, USER], f"{system}\n1 + 1?"):
-        name = write(tmp_path / "a.jsonl", {"question": "a", "prompt": ready, "answer": "2"})
-        if ready != prompt:
-            assert data.problems_of(name, config)[0]["prompt"] == ready
-            continue
-        message = r"^system_prompt stands before a question, .* the column prompt in line 1 of "
-        with pytest.raises(ValueError, match=message):
-            load_problems(replace(config, dataset=name))
+def test_a_prompt_that_has_the_system_prompt_stays_as_it_is(tmp_path):
+    """A run's held-out problems were made with it."""
+    system = {"role": "system", "content": "Be\nbrief."}
+    config = config_of(system_prompt=system["content"], eval_size=0)
+    parts = system | {"content": [{"type": "text", "text": system["content"]}]}
+    for prompt in ([system, USER], [parts, USER], "Be\nbrief.\n1 + 1?"):
+        name = write(tmp_path / "a.jsonl", {"question": "a", "prompt": prompt, "answer": "2"})
+        assert data.problems_of(name, config)[0]["prompt"] == prompt
 
 
 # The hub
@@ -527,6 +369,12 @@ class Hub(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+def test_without_the_hub_a_model_is_a_folder(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks for long
+    with pytest.raises(OSError, match=r"^model: 'no/where' is not a folder with a model, and not"):
+        load_model(TrainingConfig(model="no/where"))
 
 
 @pytest.mark.slow

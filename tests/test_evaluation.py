@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import threading
 from pathlib import Path
@@ -153,55 +152,6 @@ def test_what_was_trained_on_is_not_answered(trained, run, tmp_path, capsys):
     assert len(answers_of(evaluate.main([str(run), "--num_samples", "0"]))) == 4
 
 
-RUN = "RUN_FOLDER: "
-REFUSED = {
-    "options in YAML": (["run.yaml"], f"{RUN}run.yaml is a file of options; .*: pass the output"),
-    "options in JSON": (["run/config.json"], f"{RUN}run/config.json is a .*: pass run$"),
-    "no folder": (["nowhere"], f"{RUN}nowhere does not exist: pass the output of a run"),
-    "no run": (["."], f"{RUN}. is not the folder of a run: pass the output of a run"),
-    "the model": (["run/model"], f"{RUN}run/model is not the folder of a run: pass run$"),
-    "the run as a model": (["run", "--model", "run"], "model: run is the .*: pass run/model$"),
-    "no model": (["run", "--model", "./m"], "model: ./m does not exist$"),
-    "an empty folder": (["run", "--model", "empty"], "model: empty has no model in it"),
-    "an old flag": (["run", "--dataset", "a.jsonl"], "--dataset a.jsonl: all other options are"),
-    "an option of training": (["run", "--chat"], "--chat: all other options are the run's"),
-    "no number": (["run", "--num_samples", "-1"], "num_samples: expected at least 0; got -1"),
-    "no length": (["run", "--max_completion_length=0"], "max_completion_length: expected at least"),
-    "no temperature": (["run", "--temperature", "0"], "temperature: expected a number > 0; got 0"),
-    "a folder that is there": (["run", "--output", "empty"], "output: empty exists already: pass"),
-    "trained on": (["run", "--problems", "train.jsonl"], "train.jsonl has no problem that the run"),
-    "no file": (["run", "--problems", "a.jsonl"], "problems: expected a file .* a.jsonl is none"),
-    "a folder of problems": (["run", "--problems", "run"], "problems: expected a file .* run is"),
-    "other columns": (["run", "--problems", "odd.jsonl"], "dataset: expected a column question"),
-    "other rewards": (["run", "--problems", "named.jsonl"], r"rewards: the column .*\[0\] is 'x'"),
-    "none held out": (["bare"], "bare/held_out.jsonl does not exist: .*: pass --problems FILE"),
-    "no model saved": (["bare", "--problems", "odd.jsonl"], "bare/model does not exist: pass --mo"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_evaluation_is_refused_in_a_sentence(name, trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "load_for_inference", lambda *_: pytest.fail("loads a model"))
-    shutil.copytree(trained[0], "run")
-    argv, message = REFUSED[name]
-    shutil.copytree("run", "bare")
-    (Path("bare") / "held_out.jsonl").unlink()
-    if name == "no model saved":
-        shutil.rmtree("bare/model")
-    Path("run.yaml").write_text("model: m")
-    Path("empty").mkdir()
-    write_rows(Path("train.jsonl"), [row for row in SUMS if row["prompt"] in trained[1]])
-    write_rows(Path("odd.jsonl"), [{"text": "a"}])
-    write_rows(Path("named.jsonl"), [{"prompt": "a", "answer": 1, "rewards": "x"}])
-    with pytest.raises(SystemExit) as ended:
-        evaluate.main(argv)
-    assert ended.value.code == 2
-    *_, line = capsys.readouterr().err.split("error: ", 1)
-    assert re.match(message, line.splitlines()[0]), line
-    assert "Traceback" not in line and not Path("run/evaluations").exists()
-
-
 def test_two_evaluations_at_a_time(run):
     """Have a folder each, made before they are done."""
     folders, begun = list[Path](), threading.Barrier(8)
@@ -309,18 +259,3 @@ def test_prompts_in_parts(make):
     assert "one and one" in (folder / "report.html").read_text()
     rewards = {row["reward"] for row in rows_in(folder / "samples.jsonl")}
     assert rewards == {None, 0.0, 1.0}  # two were not scored
-
-
-def test_evaluations_have_a_length_and_a_temperature_of_their_own(make):
-    options = {"eval_max_completion_length": 9, "eval_temperature": 0.7, "eval_size": 6}
-    trainer, asked = make(max_completion_length=4, steps=1, **options), []
-    own = trainer.rollout
-
-    def rollout(prompts, count, sampling):
-        asked.append((sampling.max_new_tokens, sampling.temperature))
-        return own(prompts, count, sampling)
-
-    trainer.rollout = rollout
-    answers = read_rows(trainer.train() / "answers.jsonl")
-    assert asked == [(9, 0.7), (4, 1.0), (9, 0.7)]
-    assert len(answers) == 12 and all("answered" in row for row in answers)

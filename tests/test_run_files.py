@@ -105,21 +105,6 @@ def test_a_run_in_bf16_says_first_that_weights_may_not_move(make, capsys):
     assert said.count("warning: ") == said.count("warning: learning_rate is 1e-06 at most") == 1
 
 
-@pytest.mark.usefixtures("real_memory")
-def test_what_looks_on_and_fails_ends_no_run(make, monkeypatch, capsys):
-    def fails(*_):
-        raise ValueError("not today")
-
-    monkeypatch.setattr(runs, "write", fails)
-    trainer = make(show_every=1)
-    trainer.run.watch.after_step = trainer.explanations.steps.why = fails
-    folder = trainer.train()
-    assert len(rows_of(folder)) == 2 and not (folder / "report.html").exists()
-    said = capsys.readouterr().out
-    for name in ("Page", "warnings", "explain"):
-        assert said.count(f"{name} failed (ValueError: not today)") == 1
-
-
 def test_a_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch):
     def commit():
         return about.versions().get("grpo_kernels' commit")

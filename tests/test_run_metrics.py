@@ -10,7 +10,6 @@ import torch
 from grpo_kernels.training import Metric
 from grpo_kernels.training.run import ranks
 from grpo_kernels.training.run.metrics import Clock, Metrics, peak_memory
-from tests.helpers.trainer_runs import noise, rows_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -21,51 +20,14 @@ class Alone:
     num_processes = 1
 
 
-def test_own_code_adds_a_metric(make):
-    """Only the step's completions count, though an evaluation calls the function, too."""
-    letters = []
-
-    def counted(prompts, completions, **_):
-        letters.append([len(text) for text in completions])
-        trainer.metrics.add("letters", letters[-1])
-        trainer.metrics.add("longest", letters[-1])
-        return noise(prompts, completions)
-
-    trainer = make(eval_size=3, eval_every=1, rewards={"noise": counted})
-    trainer.metrics.register(Metric("longest", merge="max"))
-    folder = trainer.train()
-    of_steps = [some for some in letters if len(some) == 16]
-    for row, some in zip(rows_of(folder), of_steps, strict=True):
-        assert row["letters"] == pytest.approx(sum(some) / 16) and row["longest"] == max(some)
-
-
-UNKNOWN = "expected a name that the library does not use; got"
-
-
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    (
-        *((Metric(name), f"{UNKNOWN} '{name}'") for name in (
-            "tokens", "reward/a", "reward", "step", "warnings", "sampler_gap_max")),
-        (Metric("a", merge="median"), "merge: expected one of mean, max, min, sum for a; got 'med"),
-        (Metric("a", chart=3), "chart: expected a text for a; got 3"),
-        (Metric("a", unit=None), "unit: expected a text for a; got None"),
-    ),
-)  # fmt: skip
-def test_what_is_no_metric_is_refused(metric, message):
-    metrics = Metrics()
-    with pytest.raises((ValueError, TypeError), match=message):
-        metrics.register(metric)
-    if metric.name != "a":
-        with pytest.raises(ValueError, match=message):
-            metrics.add(metric.name, [1.0])
-
-
 def test_no_name_decides_how_a_metric_is_merged():
     metrics = Metrics()
     metrics.register(Metric("gap", merge="min"))
     updates = [dict.fromkeys(("ce_gap", "gap_max", "gap"), x) for x in (1.0, 3.0)]
-    assert metrics.merge_updates(updates) == {"ce_gap": 2.0, "gap_max": 2.0, "gap": 1.0}
+    updates[1] |= {"tokens": 3, "kl_max": 7.0}  # which the first lacks
+    assert metrics.merge_updates(updates) == {
+        "ce_gap": 2.0, "gap_max": 2.0, "gap": 1.0, "tokens": 3, "kl_max": 7.0,
+    }  # fmt: skip
 
 
 class Others:

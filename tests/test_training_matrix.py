@@ -1,8 +1,10 @@
 """Every option of a run beside every setting: equal to the plain loop, or refused by name.
 
-A run of each option alone, or of what it needs, on the tiny model with all weights, with LoRA, and
-with a stand-in for vLLM; `tests/ranks` has two processes. Weights and numbers are those of
-`tests/helpers/plain_loop.py`, which knows nothing of options that change memory, looks or files.
+A run of each option alone, or of what it needs: on a tiny model with all weights, on completions
+with tokens that the policy did not sample, with LoRA and the trainer's own sampler, and with a
+stand-in for vLLM; `tests/ranks` has two processes. Every run is cut into micro-batches. Weights and
+metrics are those of `tests/helpers/plain_loop.py`, which knows nothing of options that change
+memory, looks or files.
 """
 
 import json
@@ -11,11 +13,12 @@ from dataclasses import fields
 
 import pytest
 
+from grpo_kernels import GRPOLossConfig
 from grpo_kernels.explain.records import read_rows
+from grpo_kernels.loss.config import AGGREGATIONS
 from grpo_kernels.training import TrainingConfig
 from grpo_kernels.training.sampling.rollout import RolloutError
-from tests.helpers.matrix_runs import SETTINGS, Run, compare
-from tests.helpers.tiny_models import make_model, make_tokenizer
+from tests.helpers.matrix_runs import SETTINGS, Run, compare, save_models
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -63,7 +66,10 @@ SAMPLES = {
 TRAINS = {
     "lora_rank": [{"lora_rank": 3}],
     "lora_alpha": [{"lora_rank": 2, "lora_alpha": 7}],
-    "lora_target": [{"lora_rank": 2, "lora_target": r".*\.(q|down)_proj"}],
+    "lora_target": [
+        {"lora_rank": 2, "lora_target": r".*\.(q|down)_proj"},
+        {"lora_rank": 2, "lora_target": r".*\.q_proj|lm_head"} | KL,
+    ],
     "rewards": [{"rewards": ["noise", "length"]}],
     "reward_weights": [{"rewards": ["noise", "length"], "reward_weights": [1.0, -2.0]}],
     "steps": [{"steps": 2}],
@@ -72,13 +78,18 @@ TRAINS = {
     "temperature": [{"temperature": 0.7}],
     "top_k": [{"top_k": 20}, {"top_k": 20, "kl_estimator": "exact", "replay_support": False} | KL],
     "top_p": [{"top_p": 0.9}],
-    "min_p": [{"min_p": 0.001}],
+    "min_p": [{"min_p": 0.5}],
     "replay_support": [{"top_k": 20, "replay_support": False}],
     "mask_truncated_completions": [{"mask_truncated_completions": True, "stop": LETTERS}],
-    "loss_type": [{"loss_type": name} for name in ("grpo", "dr_grpo", "gspo", "reinforce")],
+    "loss_type": [
+        {"loss_type": name} for name in (*AGGREGATIONS, "gspo", "reinforce") if name != "dapo"
+    ],
     "loss_options": [{"loss_type": "sapo", "loss_options": {"temperature_neg": 2.0}}],
     "ref_model": [KL | {"ref_model": OTHER}],
-    "sync_ref_every": [KL | {"sync_ref_every": 1, "steps": 2}],
+    "sync_ref_every": [
+        KL | {"sync_ref_every": 1, "steps": 2},
+        KL | {"sync_ref_every": 1, "steps": 3, "resume": True, "save_every": 1},
+    ],
     "scale_rewards": [{"scale_rewards": "batch"}, {"scale_rewards": "none"}],
     "epochs_per_rollout": [{"epochs_per_rollout": 3}],
     "minibatches": [{"minibatches": 2}],
@@ -98,7 +109,11 @@ TRAINS = {
     "dual_clip": [{"dual_clip": 1.1}],
     "importance_sampling_level": [{"importance_sampling_level": "sequence"}],
     "aggregation": [{"loss_type": "gspo", "aggregation": "luspo"}],
-    "kl_estimator": [KL | {"kl_estimator": "k1"}, KL | {"kl_estimator": "exact"}],
+    "kl_estimator": [
+        KL | {"kl_estimator": "k1"},
+        KL | {"kl_estimator": "exact"},
+        KL | {"kl_estimator": "exact", "ref_model": OTHER},
+    ],
     "kl_clamp": [KL | {"kl_clamp": 0.001}],
     "use_bias_correction_kl": [KL | {"use_bias_correction_kl": False}],
     "entropy_coef": [{"entropy_coef": 0.1}],
@@ -132,8 +147,9 @@ NO_LOGPS = dict.fromkeys(("is_correction", "is_gate", "is_clip_max", "is_clip_mi
 NO_VLLM = {x: x for x in ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")}
 REFUSED = {
     "plain": NO_LOGPS | NO_VLLM,
+    "turns": NO_VLLM,
     "lora": NO_LOGPS | NO_VLLM | {"sync_ref_every": "sync_ref_every=1 does not work with lora"},
-    "vllm": NO_VLLM,
+    "vllm": NO_VLLM | {"lora_target-1": "no adapter on a tied output layer"},
 }
 
 
@@ -147,43 +163,52 @@ def cases():
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("other")
-    make_model("llama", intermediate_size=32).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
+def models(tmp_path_factory):
+    return save_models(tmp_path_factory)
 
 
-# Options that meet adapters, or a sampler with weights of its own; the others are slow tests.
+# Numbers that the loss alone gets, whose values other tests compare; one of them is enough here.
+OF_THE_LOSS = {x.name for x in fields(GRPOLossConfig)} - {
+    "loss_type", "loss_options", "scale_rewards", "beta", "epsilon", "kl_estimator",
+    "top_entropy_quantile", "entropy_coef", "max_completion_length", *NO_LOGPS,
+}  # fmt: skip
+# The settings of the fast tests: one for each option, which it meets, and no other.
 MEETS = {
+    "turns": {
+        "loss_type", "aggregation", "minibatches", "skip_untrained", "micro_batch_size",
+        "mask_truncated_completions", "entropy_coef", "off_policy_threshold", "share_prompts",
+        "kl_estimator", "top_k",
+    },
     "lora": {
-        "lora_rank", "lora_alpha", "lora_target", "gradient_checkpointing", "share_prompts",
-        "beta", "kl_estimator", "ref_model", "sync_ref_every", "weight_decay", "save_every",
-        "save_model", "resume",
+        "lora_alpha", "lora_target", "gradient_checkpointing", "share_prompts", "kl_estimator",
+        "ref_model", "weight_decay", "save_model", "resume", "temperature", "top_k", "top_p",
+        "min_p",
     },
     "vllm": {
-        "rollout", "temperature", "top_k", "top_p", "stop", "max_completion_length", "eval_size",
-        "lora_rank", "minibatches", "resume", "chat", *NO_VLLM, *NO_LOGPS,
+        "rollout", "stop", "max_completion_length", "eval_size", "lora_rank", "chat", *NO_VLLM,
+        *NO_LOGPS,
     },
 }  # fmt: skip
+MEETS["plain"] = TABLE.keys() - OF_THE_LOSS - MEETS["turns"] - MEETS["lora"] - MEETS["vllm"]
 
 
 @pytest.mark.parametrize(("case", "setting"), [
     pytest.param(
         case, setting,
-        marks=[pytest.mark.slow] * (case.partition("-")[0] not in MEETS.get(setting, TABLE)),
+        marks=[pytest.mark.slow] * (case.partition("-")[0] not in MEETS[setting]),
     )
     for case in cases() for setting in SETTINGS
 ])  # fmt: skip
-def test_an_option_is_honored_or_refused(case, setting, tiny_model, other, tmp_path):
+def test_an_option_is_honored_or_refused(case, setting, models, tmp_path):
     name, one = case.partition("-")[0], cases()[case]
+    model, other = map(str, models)
     options = {k: other if x == OTHER else x for k, x in (SETTINGS[setting] | one).items()}
-    message = REFUSED[setting].get(name)
+    message = REFUSED[setting].get(case, REFUSED[setting].get(name))
     if message is not None:
         with pytest.raises((ValueError, RolloutError), match=message):
-            Run(tiny_model, tmp_path, options)
+            Run(model, tmp_path, options, setting)
         return
-    run = Run(tiny_model, tmp_path, options)
+    run = Run(model, tmp_path, options, setting)
     compare(run.weights, run.rows, run.options, run.steps, tolerance=TOLERANCE.get(case, 1e-3))
     asserted(name, run)
 
@@ -210,8 +235,11 @@ def asserted(name, run):
     for sampling in evaluations:
         assert sampling.temperature == options["eval_temperature"]
         longest = options["eval_max_completion_length"] or options["max_completion_length"]
-        assert sampling.max_new_tokens == longest
+        assert sampling.max_new_tokens == longest and not sampling.record_support
     assert (folder / "model").exists() == options["save_model"]
+    adapters = (folder / "model" / "adapter_model.safetensors").exists()
+    assert adapters == bool(options["save_model"] and options["lora_rank"])
+    assert bool(run.layers) == options["gradient_checkpointing"]
     assert any((folder / "checkpoints").glob("step-*")) == (options["save_every"] > 0)
     assert len([*folder.glob("explanations/*.html")]) == (
         options["steps"] if options["explain_every"] else 0

@@ -1,36 +1,31 @@
-"""Options of a run: from Python, as flags and in files, what refuses them, and a missing extra."""
+"""Options of a run: from Python, as flags and in files; the commands, and a missing extra.
+
+Their refusals are in `tests/refusals`, and what they do in `test_training_matrix.py`.
+"""
 
 import json
-import math
 import re
-import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import accelerate
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from filelock import FileLock
 from safetensors.torch import load_file
 
-from grpo_kernels import GRPOLossConfig
 from grpo_kernels.base.hints import ELSEWHERE
 from grpo_kernels.training import (
     TrainingConfig,
     command_line,
-    load_model,
-    loading,
     parse_config,
 )
 from grpo_kernels.training import __main__ as training_command
 from grpo_kernels.training.checks import check_host, start
-from grpo_kernels.training.config import DEFAULTS, DTYPES
-from grpo_kernels.training.run import checkpoint, logs, ranks
+from grpo_kernels.training.config import DTYPES
+from grpo_kernels.training.run import ranks
 from grpo_kernels.training.run.ranks import make_accelerator
 from tests.helpers import trainer_runs
 from tests.helpers.fake_vllm import install
@@ -56,154 +51,39 @@ class Own(TrainingConfig):
     """Numbers by name."""
 
 
-# What refuses options
-
-
 def config_of(**options):
     return trainer_runs.config_of("m", "runs", **options)
 
 
-SYNCED = {"beta": 0.1, "sync_ref_every": 2}
-VALUES = {
-    "steps: expected at least 1; got 0": {"steps": 0},
-    "num_generations: expected at least 2": {"num_generations": 1},
-    "learning_rate: expected a number > 0": {"learning_rate": 0.0},
-    "weight_decay: expected at least 0; got nan": {"weight_decay": math.nan},
-    "max_grad_norm: expected a number > 0; got inf": {"max_grad_norm": math.inf},
-    r"top_p: expected a number in \(0, 1\]; got 1.5": {"top_p": 1.5},
-    r"min_p: expected a number in \[0, 1\]": {"min_p": 1.5},
-    r"epsilon: expected a number in \[0, 1\]": {"epsilon": 2.0},
-    "rewards: expected at least one": {"rewards": []},
-    "reward_weights: expected a finite number for each of": {"reward_weights": [1.0, 2.0]},
-    "reward_weights: expected a finite .*nan": {"reward_weights": [math.nan, 1.0]},
-    r"output: expected a folder with a name; got 'runs/\.\.'": {"output": "runs/.."},
-    "seed: expected a number from 0 to": {"seed": -1},
-    r"seed: expected a number from 0 to 2\^32 - 1; got 4294967296": {"seed": 2**32},
-    "minibatches: expected a divisor of prompts_per_step = 4": {"minibatches": 3},
-    "eval_every=2 has no effect without eval_size: set": {"eval_every": 2},
-    r"stop: expected strings that are not empty, .*; got \['a', ''\]": {"stop": ["a", ""]},
-    r"stop: expected strings that are not empty": {"stop": ""},
-    "kl_estimator='k1' has no effect without beta": {"kl_estimator": "k1"},
-    "lora_alpha=8 has no effect without lora_rank": {"lora_alpha": 8},
-    "sync_ref_every=2 has no effect without beta": {"sync_ref_every": 2},
-    "ref_model='m' has no effect without beta": {"ref_model": "m"},
-    "kl_estimator='exact' needs the full": {"beta": 0.1, "kl_estimator": "exact", "top_k": 5},
-    "sync_ref_every=2 does not work with lora_rank": {**SYNCED, "lora_rank": 2},
-    # Before the advice to set beta, which leads nowhere.
-    "sync_ref_every=3 does not work with lora_rank": {"sync_ref_every": 3, "lora_rank": 2},
-    "sync_ref_every=2 does not work with ref_model": {**SYNCED, "ref_model": "m"},
-    "entropy_coef=0.1 does not work": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
-    "vllm_enable_sleep_mode=True has no effect without": {"vllm_enable_sleep_mode": True},
-}  # fmt: skip
-# All numbers have a bound, but `seed`, which may be any number.
-VALUES |= {
-    f"{name}: expected": {"beta": 0.1, "rollout": "vllm", name: -2}
-    for name, default in DEFAULTS.items()
-    if type(default) in (int, float) and name not in {"seed", *GRPOLossConfig.__dataclass_fields__}
-}
-
-
-@pytest.mark.parametrize("message", VALUES)
-def test_values_are_checked(message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        config_of(**VALUES[message])
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    (
-        ("steps", 1.5, "expected int; got 1.5"),
-        ("steps", "3", "expected int; got '3'"),
-        ("stop", 3, r"expected list\[str\]; got \[3\]"),
-        ("stop", ["x", 1], r"expected list\[str\]; got \['x', 1\]"),
-        ("resume", 1, "expected bool; got 1"),
-        ("output", 3, "expected str"),
-        ("output", None, "expected str"),
-        ("dtype", "fp8", r"expected one of 'mixed', 'fp32', 'bf16'; got"),
-        ("high", "x", "expected float; got 'x'"),
-        ("way", "y", r"expected one of 'x', 2; got 'y'"),
-        ("some", ["x"], r"expected .*list\[int\].*; got \['x'\]"),
-    ),
-)
-def test_types_are_checked(option, value, message):
-    with pytest.raises(TypeError, match=f"^{option}: {message}"):
-        Own(model="m", **{option: value})
-
-
-@pytest.mark.usefixtures("real_memory")
-@pytest.mark.parametrize(
-    ("options", "environment", "message"),
-    (
-        ({"model": "no/where"}, {}, r"model: 'no/where' is not a folder with a model, and not on"),
-        ({"rewards": ["nobody"]}, {}, "rewards: expected some of answer, .*; got 'nobody'"),
-        ({"is_correction": "token_mask"}, {}, "is_correction='token_mask' needs log-probs"),
-        ({"max_prompt_length": 1}, {}, "max_prompt_length=1: every prompt is longer"),
-        ({"rollout": "vllm"}, {}, "rollout: vllm is not installed: pip install"),
-        ({"rollout": "vllm", "vllm_enable_sleep_mode": True}, {},
-         "vllm_enable_sleep_mode: expected False on a CPU, .*; got True"),
-        ({"rollout": "vllm", "vllm_gpu_memory_utilization": 0.5}, {},
-         "vllm_gpu_memory_utilization: expected .* on a CPU, .*; got 0.5"),
-        # As torchrun starts processes, which accelerate ignores on a CPU.
-        ({}, {"WORLD_SIZE": "2"}, r"WORLD_SIZE=2, but .* one process: .*ACCELERATE_USE_CPU"),
-        *(({"model": "no/where"}, {f"ACCELERATE_USE_{kind}": "true"},
-           f"ACCELERATE_USE_{kind} does .*FusedGRPOTrainer")
-          for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")),
-        ({"model": "no/where"}, {"ACCELERATE_FP8_BACKEND": "TE"}, "ACCELERATE_FP8_BACKEND=TE does"),
-    ),
-)  # fmt: skip
-def test_what_does_not_fit_is_refused(options, environment, message, make, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks for long
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises((ValueError, OSError, ImportError), match=f"^{message}"):
-        make(**options)
-
-
-def test_what_fits_is_not_refused(monkeypatch):
+def test_a_launcher_s_environment_is_none_of_a_run_s(monkeypatch):
     for value in ("", "1"):
         monkeypatch.setenv("WORLD_SIZE", value)
         assert make_accelerator(config_of()).num_processes == 1
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP"):
-        make_accelerator(config_of())
-    monkeypatch.delenv("ACCELERATE_USE_FSDP")
-    install(monkeypatch)
-    config = config_of(rollout="vllm", is_correction="token_truncate")
-    start(config, own_rollout=False)  # its log-probs may correct
+    install(monkeypatch)  # vLLM's log-probs may correct
+    start(config_of(rollout="vllm", is_correction="token_truncate"), own_rollout=False)
     check_host(config_of(rollout="vllm", vllm_enable_sleep_mode=True), on_cpu=False)
 
 
 # Flags and files
 
 
-def test_options_of_ones_own():
-    config = Own(model="m", high=2, way=2, some=[1], either="x", steps=3)
-    assert (config.high, config.way, config.some, config.steps) == (2, 2, [1], 3)
-    written = config.as_json()
-    assert written == json.loads(json.dumps(written)) and written["folders"] == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     ("text", "flags", "expected"),
     (
-        ("learning_rate: 1e-6\nstop: [</answer>]\nsteps: 7", ["--steps", "9", "--no_share_prompts"],
-         {"learning_rate": 1e-6, "stop": ["</answer>"], "steps": 9, "share_prompts": False}),
-        ("chat: true\nreplay_support: false", [], {"chat": True, "replay_support": False}),
-        ("ref_model: '0123456'", [], {"ref_model": "0123456"}),
-        ("ref_model: null", [], {"ref_model": None}),
-        ("scale_rewards: none", [], {"scale_rewards": "none"}),
-        ("stop: [no, '007']", [], {"stop": ["no", "007"]}),
-        ("rewards: [answer, format]\nreward_weights: [1, .5]", [], {"reward_weights": [1.0, 0.5]}),
-        ("steps: 1_000\nchat: yes", [], {"steps": 1000, "chat": True}),
-        ("beta: 1", [], {"beta": 1.0, "output": "n"}),
-        ("loss_options: {epsilon: 1e-1}", [], {"loss_options": {"epsilon": 0.1}}),
-        ("", ["--model", "0123456", "--stop", "no", "007"],
-         {"model": "0123456", "stop": ["no", "007"]}),
-        ("", ["--top-k=3"], {"top_k": 3}),
-        ("high: 0.5\nway: x\nsome: [3, 4]\nsteps: 5", ["--either", "7"],
-         {"high": 0.5, "way": "x", "some": [3, 4], "steps": 5, "either": 7}),
-        ("some: null", [], {"some": None}),
+        ("learning_rate: 1e-6\nstop: [</answer>]\nsteps: 7\nscale_rewards: none\nbeta: 1\n"
+         "ref_model: '0123456'\nchat: true\nreplay_support: false",
+         ["--steps", "9", "--no_share_prompts", "--top-k=3"],
+         {"learning_rate": 1e-6, "stop": ["</answer>"], "steps": 9, "share_prompts": False,
+          "scale_rewards": "none", "beta": 1.0, "ref_model": "0123456", "chat": True,
+          "replay_support": False, "output": "n", "top_k": 3}),
+        ("ref_model: null\nstop: [no, '007']\nrewards: [answer, format]\nreward_weights: [1, .5]\n"
+         "steps: 1_000\nchat: yes\nloss_options: {epsilon: 1e-1}\nsome: null", [],
+         {"ref_model": None, "stop": ["no", "007"], "reward_weights": [1.0, 0.5], "steps": 1000,
+          "chat": True, "loss_options": {"epsilon": 0.1}, "some": None}),
+        ("high: 0.5\nway: x\nsome: [3, 4]",
+         ["--either", "7", "--model", "0123456", "--stop", "no", "007"],
+         {"high": 0.5, "way": "x", "some": [3, 4], "either": 7, "model": "0123456",
+          "stop": ["no", "007"]}),
     ),
 )  # fmt: skip
 def test_an_option_gets_what_is_written(text, flags, expected, tmp_path):
@@ -223,21 +103,20 @@ def test_a_run_has_a_file_of_its_options(tmp_path):
     )  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config.as_json(), indent=1))
-    assert parse_config([str(path)], kind=Own) == config
+    assert parse_config([str(path)], kind=Own) == config and config.as_json()["table"] == {"a": 1}
+    assert config.as_json()["folders"] == ["a", "b"]
 
 
-@pytest.mark.parametrize("source", ("python", "yaml", "flags"))
-def test_one_value_is_a_list_of_one(source, tmp_path):
+def test_one_value_is_a_list_of_one(tmp_path):
     values = {"rewards": "answer", "reward_weights": 0.5, "stop": "###", "trackers": "wandb"}
-    if source == "python":
-        config = config_of(**values)
-    elif source == "yaml":
-        (tmp_path / "run.yaml").write_text(json.dumps({"model": "m", **values}))
-        config = parse_config([str(tmp_path / "run.yaml")])
-    else:
-        flags = [x for name, value in values.items() for x in (f"--{name}", str(value))]
-        config = parse_config(["--model", "m", *flags])
-    assert all(getattr(config, name) == [value] for name, value in values.items())
+    (tmp_path / "run.yaml").write_text(json.dumps({"model": "m", **values}))
+    flags = [x for name, value in values.items() for x in (f"--{name}", str(value))]
+    for config in (
+        config_of(**values),
+        parse_config([str(tmp_path / "run.yaml")]),
+        parse_config(["--model", "m", *flags]),
+    ):
+        assert all(getattr(config, name) == [value] for name, value in values.items())
     assert config_of(stop=[]).stop == []
 
 
@@ -251,69 +130,6 @@ def test_the_home_folder_is_written_out_in_every_path(monkeypatch):
         assert {name: getattr(config, name) for name in paths} == {
             name: f"/home/me/{name}" for name in paths
         }
-
-
-NO_SUCH = f"--batch_size does not exist here. {ELSEWHERE['batch_size']}"
-
-
-@pytest.mark.parametrize(
-    ("text", "flags", "messages"),
-    (
-        ("model: m", ["--step", "3"], ["--step does not exist: did you mean --steps"]),
-        ("modell: m", [], ["--modell does not exist: did you mean --model"]),
-        ("model: m\nlearning-rat: 1", [], ["--learning_rat does not exist: did you mean --learn"]),
-        ("model: m\ngrad-clip: 1", [], ["--grad_clip does not exist here. Set max_grad_norm."]),
-        ("model: m\nbeta: high", [], ['"beta"', "Got value: high"]),
-        ("model: 0123456", [], ['"model"', "Got value: 123456"]),
-        ("model: m\nsteps: 3\nbeta: 0.1\nsteps: 4", [], ['duplicate key "steps"', "line 4"]),
-        ("model: m", ["--loss_type", "ppo"], ["loss_type: expected one of grpo"]),
-        ("steps: 3", [], ["model: expected a hub name or a folder"]),
-        ("model: m\noutput:", [], ["output: expected str; got None"]),
-        ("steps", [], ["Unexpected config: steps"]),
-        (": {", [], ["Problems parsing config", "line 1"]),
-        (None, [], ["File does not exist"]),
-        # A switch that turns off is known.
-        ("model: m", ["--kl_estimator=exact", "--beta=0.1", "--top_p=0.9"],
-         ["--no_replay_support or another kl_estimator"]),
-        ("model: m", ["--no_replay_suport"], ["did you mean --no_replay_support"]),
-        ("model: m", ["--chat", "true"], ["Switches take no value: --chat turns one on"]),
-        ("model: m", ["--chat", "1"], ["Switches take no value: --chat turns one on"]),
-        # Names that people bring.
-        ("model: m", ["--batch_size", "2"], [NO_SUCH]),
-        ("model: m", ["--batch-size=2"], [NO_SUCH]),
-        ("model: m\nbatch_size: 2", [], [NO_SUCH]),
-        ("model: m", ["--gae_lambda", "1"], ["--gae_lambda does not exist here. There is no"]),
-        ("model: m", ["--iters", "1"], ["--iters does not exist here. Set steps: each takes"]),
-    ),
-)  # fmt: skip
-def test_what_is_not_understood_is_answered(text, flags, messages, tmp_path, capsys):
-    path = tmp_path / "run.yaml"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(SystemExit) as exit:
-        parse_config([str(path), *flags])
-    printed = capsys.readouterr().err
-    assert exit.value.code == 2 and len(printed.splitlines()) < 25
-    assert all(message in printed for message in messages)
-    assert "--no_replay_support does not exist" not in printed
-    assert "did you mean" not in printed or "does not exist here" not in printed
-    assert ("Switches" in printed) == ("--chat" in flags)
-
-
-def test_an_option_that_nobody_has_is_no_default():
-    with pytest.raises(TypeError, match=r"parse_config: expected options of .*; got \['modell'\]"):
-        parse_config([], modell="m")
-
-
-def test_options_of_elsewhere_are_none_of_ours():
-    page = (ROOT / "docs" / "training.md").read_text()
-    shown, quoted = re.search(r"^--(\w+) does not exist here\. (.*)$", page, re.M).groups()
-    assert quoted == ELSEWHERE[shown]
-    options = TrainingConfig.__dataclass_fields__
-    for name, instead in ELSEWHERE.items():
-        assert name not in options, name
-        option = re.match(r"Set (\w+)", instead)
-        assert option is None or option[1] in options, name
 
 
 # Options of TRL 1.16, verl, OpenRLHF, Stable-Baselines3, vLLM and tutorials that have another name
@@ -333,8 +149,16 @@ train_batch_size train_file use_liger_kernel use_lora use_peft use_vllm wandb_pr
 
 
 def test_names_that_people_bring_have_a_hint():
+    """Each is an option elsewhere and none here, and the page quotes one of them."""
     assert not {*FOREIGN.split()} - {*ELSEWHERE}
     assert [*ELSEWHERE] == sorted(ELSEWHERE)
+    page = (ROOT / "docs" / "training.md").read_text()
+    shown, quoted = re.search(r"^--(\w+) does not exist here\. (.*)$", page, re.M).groups()
+    assert quoted == ELSEWHERE[shown]
+    options = TrainingConfig.__dataclass_fields__
+    for name, instead in ELSEWHERE.items():
+        option = re.match(r"Set (\w+)", instead)
+        assert name not in options and (option is None or option[1] in options), name
 
 
 # Groups of `--help`, each with one of its options.
@@ -391,123 +215,46 @@ def test_the_command_trains_from_a_file(tiny_model, tmp_path):
     assert folder == tmp_path / "other" and len(trainer_runs.rows_of(folder)) == 1
 
 
-# What a command is refused for, before a model is loaded.
-REFUSED = {
-    "rewards: expected some of answer, format, or module:function; got 'breif'":
-        ["--rewards", "breif"],
-    "reward function score: .* its parameters .*entry":
-        ["--rewards", "answer", "examples.problems:score"],
-    "dataset: expected a file or folder; no.jsonl does not exist": ["--dataset", "no.jsonl"],
-    "dataset: expected a column question .*answer": ["--dataset", "odd.jsonl"],
-    "output: run has a run already. Pass resume": ["--output", "run"],
-    "output: taken.txt is not a folder that can be written to": ["--output", "taken.txt/t"],
-    "output: another process trains in locked: pass another": ["--output", "locked"],
-    "resume: options differ from the checkpoint's: .*steps: was 3, is 100":
-        ["--output", "run", "--resume"],
-    "resume: expected as many processes as the checkpoint has, 2; got 1":
-        ["--output", "run", "--resume"],
-    "model: ./nowhere does not exist": ["--model", "./nowhere"],
-    "model: empty has no model in it": ["--model", "empty"],
-    "model: run is the folder of a run: pass run/model": ["--model", "run"],
-    "model: bare is the folder of a run: it saved no model": ["--model", "bare"],
-    "model: adapters is a folder of adapters, which training": ["--model", "adapters"],
-    "ref_model: odd has another tokenizer than the model": ["--beta=0.1", "--ref_model", "odd"],
-    "ref_model: run is the folder of a run: pass run/model": ["--beta=0.1", "--ref_model", "run"],
-    "lora_rank: adapters need peft: pip install peft": ["--lora_rank", "2"],
-    "rollout: vllm is not installed: pip install -e": ["--rollout", "vllm"],
-    "vllm_enable_sleep_mode: expected False on a CPU":
-        ["--rollout", "vllm", "--vllm_enable_sleep_mode"],
-    "is_correction='token_mask' needs log-probs": ["--is_correction", "token_mask"],
-    "trackers: expected some of .*tensorboard, .*; got nothing": ["--trackers", "nothing"],
-    "trackers: aim is not installed: pip install aim": ["--trackers", "aim"],
-    "chat: the tokenizer of m has no chat template": ["--chat"],
-}  # fmt: skip
-
-
-@pytest.fixture
-def folders(tiny_model, tmp_path, monkeypatch):
-    """A model, problems and runs in the folder here, on a machine without some packages."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("vllm", "peft", "aim"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: [])
-    Path("m").symlink_to(tiny_model)
-    Path("a.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 10)
-    Path("odd.jsonl").write_text('{"text": "1 + 1 ="}\n')
-    Path("taken.txt").touch()
-    for name in ("empty", "run/model", "bare", "adapters", "locked"):
-        Path(name).mkdir(parents=True)
-    for name in ("run", "bare"):
-        logs.write_json(Path(name, logs.TRAINED_ON), {})
-    Path("adapters/adapter_config.json").touch()
-    shutil.copytree(tiny_model, "odd")
-    words = json.loads(Path("odd/tokenizer.json").read_text())
-    vocabulary = words["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    Path("odd/tokenizer.json").write_text(json.dumps(words))
-    with FileLock("locked/.lock"):
-        yield
-
-
-@pytest.mark.usefixtures("folders")
-@pytest.mark.parametrize("message", REFUSED)
-def test_a_command_is_refused_in_a_sentence(message, monkeypatch, capsys):
-    monkeypatch.setattr(loading, "_pretrained", lambda *_: pytest.fail("loads a model"))
-    if "resume" in message:
-        others = "options differ" in message
-        state = {"config": {"steps": 3}, "processes": 2}
-        monkeypatch.setattr(checkpoint, "latest", lambda _: Path("run"))
-        monkeypatch.setattr(checkpoint, "state_of", lambda _: state)
-        may = set() if others else {x.name for x in fields(TrainingConfig)}
-        monkeypatch.setattr(checkpoint, "MAY_CHANGE", may)
-    flags = ["--model=m", "--dataset=a.jsonl", "--output=t", "--eval_size=0", "--rewards", "answer"]
-    with pytest.raises(SystemExit) as ended:
-        training_command.main([*flags, *REFUSED[message]])
-    line, hint = capsys.readouterr().err.strip().splitlines()
-    assert ended.value.code == 2 and re.match(f"error: {message}", line), line
-    assert hint == "(--traceback shows where this was raised)" and not Path("t").exists()
-
-
-@pytest.mark.usefixtures("folders")
-def test_a_traceback_is_shown_if_it_is_asked_for(capsys):
-    with pytest.raises(SystemExit) as ended:
-        training_command.main(["--model=m", "--dataset=nowhere.jsonl", "--traceback"])
-    printed = capsys.readouterr().err
-    assert ended.value.code == 2 and printed.startswith("Traceback") and "data.py" in printed
-
-
-def test_of_several_processes_the_first_one_speaks(monkeypatch, capsys):
-    """The launcher ends the others when it has ended; one that fails alone speaks later."""
+def test_errors_of_users_are_a_sentence_and_others_are_raised(monkeypatch, capsys):
+    """The first of several processes speaks; its launcher then ends the others, or they speak."""
     waited = []
     monkeypatch.setattr(command_line.time, "sleep", waited.append)
     for rank, seconds in (("0", []), ("1", [20.0])):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit), command_line.user_errors([]):
+        with pytest.raises(SystemExit) as ended, command_line.user_errors([]):
             raise ValueError("x: expected y")
-        assert "error: x: expected y" in capsys.readouterr().err and waited == seconds
+        said = "error: x: expected y\n(--traceback shows where this was raised)\n"
+        assert (ended.value.code, capsys.readouterr().err, waited) == (2, said, seconds)
+    with pytest.raises(SystemExit):
+        training_command.main(["--model=m", "--dataset=nowhere.jsonl", "--traceback"])
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback") and "data.py" in printed
+    for error in (RuntimeError, TypeError, KeyError, KeyboardInterrupt):
+        with pytest.raises(error), command_line.user_errors([]):
+            raise error("x")
 
 
-@pytest.mark.parametrize("error", (RuntimeError, TypeError, KeyError, KeyboardInterrupt))
-def test_other_errors_are_no_user_s(error):
-    with pytest.raises(error), command_line.user_errors([]):
-        raise error("x")
+COMMAND = "import runpy; sys.argv[0] = '-m'; runpy.run_module('grpo_kernels.training')"
 
 
-@pytest.mark.parametrize("missing", ("accelerate", "jsonargparse"))
-def test_a_missing_extra_is_named(missing):
-    code = f"import sys; sys.modules['{missing}'] = None; import grpo_kernels\n"
+@pytest.mark.parametrize(
+    ("missing", "text", "begins", "status"),
+    (
+        ("accelerate", "import grpo_kernels.training", "ImportError: ", 1),
+        ("jsonargparse", COMMAND, "error: ", 2),
+    ),
+    ids=("import", "command"),
+)
+def test_a_missing_extra_is_named(missing, text, begins, status):
+    code = f"import sys; sys.modules['{missing}'] = None; import grpo_kernels\n{text}"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    *before, last = run.stderr.strip().split("\n")
     expected = f"grpo_kernels.training needs {missing}: pip install -e '.[train]' in the checkout"
-    command = "import runpy; sys.argv[0] = '-m'; runpy.run_module('grpo_kernels.training')"
-    for text, begins, status in (
-        ("import grpo_kernels.training", "ImportError: ", 1), (command, "error: ", 2),
-    ):  # fmt: skip
-        run = subprocess.run(
-            [sys.executable, "-c", code + text], capture_output=True, text=True, timeout=120,
-            env={"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        assert run.returncode == status
-        *before, last = run.stderr.strip().split("\n")
-        assert last == f"{begins}{expected}" and (status == 1 or not before)
+    assert run.returncode == status and last == f"{begins}{expected}"
+    assert status == 1 or not before
     extra = (ROOT / "pyproject.toml").read_text().split("\ntrain = [")[1].split("\n]")[0]
     assert f'"{missing}>=' in extra
 
@@ -573,24 +320,3 @@ def test_the_environment_changes_neither_gradients_nor_names(make, tmp_path, mon
     lines = capsys.readouterr().out
     for text in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", "ACCELERATE_DYNAMO_BACKEND=eager"):
         assert f"{text} is not used: " in lines and text not in said
-
-
-def test_an_accelerator_made_before_compiles_nothing(make):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        Accelerator(dynamo_backend="eager")
-        with pytest.raises(ValueError, match="accelerator: an Accelerator was made with torch"):
-            make()
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.mark.parametrize("part", ("model", "layer"))
-def test_a_compiled_model_is_refused(part, make, tiny_model, tmp_path):
-    model, tokenizer = load_model(trainer_runs.config_of(tiny_model, tmp_path))
-    if part == "layer":
-        model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
-    else:
-        model = torch.compile(model, backend="eager")
-    with pytest.raises(ValueError, match="model: expected one that was not passed to torch"):
-        make(model, tokenizer)

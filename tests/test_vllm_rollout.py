@@ -179,12 +179,6 @@ def test_another_engine_is_refused(about, options, message, make, engine):
         assert make(replay_support=False, **options).sampler_dtype is None
 
 
-def test_adapters_that_vllm_cannot_have_are_refused_before_it_starts(make, engine):
-    with pytest.raises(ValueError, match="model: expected no adapter on a tied output layer"):
-        make(lora_rank=2, lora_target=r".*(q_proj|lm_head)")
-    assert engine.made == []
-
-
 @pytest.mark.parametrize(
     ("version", "warned"), (("0.28.0", False), ("0.32.1", False), ("0.27.4", True), ("1.0.0", True))
 )

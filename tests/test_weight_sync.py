@@ -3,7 +3,6 @@
 import copy
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -149,23 +148,6 @@ def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
     rollout.is_stale, rollout.sampler_dtype = True, None
     rows = rows_of(trainer.train())
     assert all(row["sampler_gap_max"] > row["sampler_gap"] > 0.03 for row in rows)
-
-
-def test_the_gap_is_of_tokens_that_the_policy_sampled(tiny_model, tmp_path):
-    """Log-probs reported for a tool's tokens, -50 here, do not count."""
-
-    class WithTool(CopyRollout):
-        def __call__(self, *args):
-            done = []
-            for one in super().__call__(*args):
-                sampled = [t % 2 == 0 for t in range(len(one.logps))]
-                logps = [x if t % 2 == 0 else -50.0 for t, x in enumerate(one.logps)]
-                done.append(replace(one, sampled=sampled, logps=logps))
-            return done
-
-    config = config_of(tiny_model, tmp_path, is_correction="token_truncate")
-    rows = rows_of(trainer_of(config, rollout=WithTool).train())
-    assert all(row["sampler_gap_max"] < 1e-4 for row in rows), rows
 
 
 def run_without_gap():

@@ -6,8 +6,10 @@ user writes them, and of the trainer only the prompts and the completions of eac
 
 import itertools
 import math
+import re
 from copy import deepcopy
 from dataclasses import fields
+from statistics import fmean
 
 import peft
 import torch
@@ -75,6 +77,7 @@ def plain_loop(o, steps, world=1):
                     exact = exact.sum(-1)
                 out = reference.grpo_loss(
                     logps, batch.advantages[part], batch.mask[part], old_logps=old[part],
+                    ce_weights=batch.predicted(part),
                     ref_logps=ref_logps[part] if o["beta"] and exact is None else None,
                     sampling_logps=batch.sampled(part), kl=exact, entropy=entropy,
                     config=_loss_config(o, threshold),
@@ -86,14 +89,30 @@ def plain_loop(o, steps, world=1):
                     p.grad *= min(1.0, o["max_grad_norm"] / (float(norm) + 1e-6))
                 optimizer.param_groups[0]["lr"] = rate
                 optimizer.step()
-                updates.append((float(out.loss), float(norm), rate))
+                row = {"loss": out.loss.detach(), "grad_norm": norm, "learning_rate": rate}
+                if batch.replays:
+                    has_set = batch.has_set[part][batch.mask[part] > 0]
+                    out.metrics["support/gathered"] = has_set.mean()
+                updates.append(out.metrics | row if batch.all_trained else row)
                 number += 1
         if o["sync_ref_every"] and step % o["sync_ref_every"] == 0:
             ref = deepcopy(model)
-        loss, norm, rate = (sum(x) / len(updates) for x in zip(*updates, strict=True))
-        reward = float(batch.totals.mean())
-        rows.append({"loss": loss, "grad_norm": norm, "learning_rate": rate, "reward": reward})
+        rows.append({"reward": float(batch.totals.mean()), **_merged(updates)})
     return before, _weights(model), rows
+
+
+# Metrics that the trainer has no column of, or whose value is rounding where a KL is 0.
+NO_COLUMNS = {"ce_loss", "ce_tokens", "zero_gradient"}
+
+
+def _merged(updates):
+    """A row of the updates' metrics: means, sums of tokens, and extremes of extremes."""
+    row = {}
+    for name in updates[0].keys() - NO_COLUMNS:
+        values = [float(update[name]) for update in updates]
+        kind = "sum" if name == "tokens" else re.split("[_/]", name)[-1]
+        row[name] = {"sum": sum, "max": max, "min": min}.get(kind, fmean)(values)
+    return row
 
 
 def _weights(model):
@@ -108,7 +127,11 @@ class _Batch:
         self.prompts = [prompts[i // G] for i in range(len(completions))]
         self.completions = completions
         tokenizer = make_tokenizer()
-        texts = [tokenizer.decode([x for x in c.token_ids if x]) for c in completions]
+        own = [
+            [x for x, mine in zip(c.token_ids, c.sampled_flags, strict=True) if x and mine]
+            for c in completions
+        ]
+        texts = [tokenizer.decode(ids) for ids in own]
         weights = o["reward_weights"] or [1.0] * len(o["rewards"])
         self.totals = torch.tensor([
             sum(w * REWARDS[name](text) for w, name in zip(weights, o["rewards"], strict=True))
@@ -120,13 +143,16 @@ class _Batch:
         divisor = std[o["scale_rewards"]]
         self.advantages = (centred if divisor is None else centred / (divisor + 1e-4)).flatten()
         kept = [c.ended or not o["mask_truncated_completions"] for c in completions]
-        ones = [
-            torch.full((len(c.token_ids),), float(k))
-            for c, k in zip(completions, kept, strict=True)
-        ]
-        self.mask = pad_sequence(ones, batch_first=True)
+        flags = [torch.tensor(c.sampled_flags) * k for c, k in zip(completions, kept, strict=True)]
+        self.mask = pad_sequence(flags, batch_first=True).double()
+        # Others are left out of the loss and so of its metrics.
+        self.all_trained = bool((self.advantages.abs() > 1e-6).all())
         self.targets = [_padded(torch.tensor(c.token_ids), self.mask.shape[1]) for c in completions]
         self.kept = [self._kept(c) for c in completions]
+        supports = [c.support for c in completions]
+        self.replays = o["replay_support"] and any(x is not None for x in supports)
+        sizes = [torch.zeros(0) if x is None else x.offsets.diff() for x in supports]
+        self.has_set = torch.stack([_padded(x > 0, self.mask.shape[1]) for x in sizes]).double()
         # Every process cuts its own completions into minibatches.
         size = len(completions) // world // o["minibatches"]
         own = [torch.arange(len(completions)).view(world, -1)[:, k * size : (k + 1) * size]
@@ -163,10 +189,18 @@ class _Batch:
 
     def sampled(self, rows):
         """Log-probs of the sampler, `[B, T]`; None where it returns none."""
-        if self.completions[0].logps is None:
+        return self._stacked([self.completions[i].logps for i in rows])
+
+    def predicted(self, rows):
+        """Weights of tokens to predict, `[B, T]`, per sampled token; None where there are none."""
+        weights = self._stacked([self.completions[i].ce_weights for i in rows])
+        return None if weights is None else weights / self.mask[rows].sum()
+
+    def _stacked(self, some):
+        if some[0] is None:
             return None
-        some = [torch.tensor(self.completions[i].logps).double() for i in rows]
-        return torch.stack([_padded(x, self.mask.shape[1]) for x in some])
+        rows = [torch.tensor(x, dtype=torch.float64) for x in some]
+        return torch.stack([_padded(x, self.mask.shape[1]) for x in rows])
 
 
 def _padded(x, longest):

@@ -9,7 +9,6 @@ import torch
 
 from grpo_kernels.head.lm_head import Support
 from grpo_kernels.training import Completion, Trainer, TrainingConfig, load_model, load_problems
-from grpo_kernels.training.step.micro_batches import equal_parts
 from tests.helpers.tiny_models import V
 
 
@@ -43,12 +42,10 @@ class FakeRollout:
             length = self.lengths[i % len(self.lengths)]
             ids = [draw.randrange(33, 90) for _ in range(length)]
             logps = None if self.logps is None else [self.logps] * length
-            # Some from the whole vocabulary.
-            support = support_around(ids, draw) if sampling.record_support and i % 4 else None
             own = [t % 4 < 2 for t in range(length)] if self.turns else None
             predicted = own is not None and self.ce_weight is not None
             weights = [0.0 if x else self.ce_weight for x in own] if predicted else None
-            done.append(Completion(ids, i % 3 > 0, logps, support, own, weights))
+            done.append(Completion(ids, i % 3 > 0, logps, None, own, weights))
         return done
 
 
@@ -113,18 +110,6 @@ def run(config, **options):
     trainer = trainer_of(config, rollout=same_for_any_ranks, **options)
     trainer.train()
     return trainer
-
-
-def first_samples(trainer):
-    """The samples of the first step, and their scores."""
-    trainer.run.step, config, sampler = 1, trainer.config, trainer.sampler
-    problems = trainer.train_problems[: config.prompts_per_step]
-    completions = sampler(
-        problems, config.num_generations, config.temperature, record_support=config.records_support
-    )
-    samples = trainer.judged(problems, completions)
-    minibatches = equal_parts(len(samples.texts), config.minibatches)
-    return samples, trainer.scorer.score(samples, minibatches)
 
 
 def freeze_all_but(model, part):

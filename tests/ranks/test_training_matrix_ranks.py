@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tests.helpers.matrix_runs import compare, of_rank
-from tests.helpers.tiny_models import make_model, make_tokenizer
+from tests.helpers.matrix_runs import compare, of_rank, save_models
 from tests.test_training_matrix import NO_LOGPS, NO_VLLM, OTHER, TOLERANCE, cases
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -15,12 +14,11 @@ AT_A_TIME = 20  # runs, which a job on ranks has time for
 
 
 @pytest.fixture(scope="module")
-def runs(ranks, request, tiny_model, tmp_path_factory):
+def runs(ranks, request, tmp_path_factory):
     """The runs of the chosen cases in both processes, which are started once for some of them."""
     chosen = {x.callspec.params["case"] for x in request.session.items if x.fspath == __file__}
-    other, folder = tmp_path_factory.mktemp("other"), tmp_path_factory.mktemp("runs")
-    make_model("llama", intermediate_size=32).save_pretrained(other)
-    make_tokenizer().save_pretrained(other)
+    model, other = save_models(tmp_path_factory)
+    folder = tmp_path_factory.mktemp("runs")
     options = {
         case: {name: str(other) if x == OTHER else x for name, x in one.items()}
         for case, one in cases().items() if case in chosen
@@ -28,7 +26,7 @@ def runs(ranks, request, tiny_model, tmp_path_factory):
     first, second, names = {}, {}, list(options)
     for i in range(0, len(names), AT_A_TIME):
         some = {case: options[case] for case in names[i : i + AT_A_TIME]}
-        mine, theirs = ranks(of_rank, tiny_model, folder / str(i), some, environment=ON_CPUS)
+        mine, theirs = ranks(of_rank, model, folder / str(i), some, environment=ON_CPUS)
         first |= mine
         second |= theirs
     return first, second

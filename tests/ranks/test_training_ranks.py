@@ -124,25 +124,6 @@ def alone(tiny_model, tmp_path_factory):
     return run
 
 
-OPTIONS = {
-    "bnpo, replayed": {"loss_type": "bnpo", "top_k": 20},
-    "dapo, a reference that follows": {
-        "beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2, "sync_ref_every": 1,
-    },
-    "grpo, entropy": {"loss_type": "grpo", "entropy_coef": 0.05, "micro_batch_size": 3},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_two_processes_are_as_one(name, ranks, alone, tiny_model, tmp_path):
-    options = {**SMALL, "eval_size": 3, **OPTIONS[name]}
-    rows, expected = alone(**options)
-    (*_, weights), _ = ranks(trained, tiny_model, tmp_path, options, environment=ON_CPUS)
-    assert {"ids", "longest"} <= rows[0].keys()
-    assert_same_rows(rows_of(tmp_path / "t"), rows)
-    assert_same_weights(weights, expected, **CLOSE)
-
-
 ANSWER = "RewardError: is_correct: ConnectionError: the judge is gone"
 JUDGE = "RewardError: reward function noise: ConnectionError: the judge is gone"
 MEMORY = (
