@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator, cpu_offload
+from accelerate import cpu_offload
 from transformers.generation.logits_process import MinPLogitsWarper
 from trl import GRPOConfig, GRPOTrainer
 
@@ -32,8 +32,8 @@ from grpo_kernels.integrations.trl import FusedGRPOTrainer, exact_kl, patch_trl
 from grpo_kernels.integrations.trl.explain import ExplainCallback
 from grpo_kernels.integrations.trl.loss import OF_TRLS_LOSS, check_own
 from grpo_kernels.integrations.trl.replay import _check_source, _mask_supports
-from grpo_kernels.integrations.trl.trainer import _constructor_patches
 from grpo_kernels.integrations.trl.state import Options
+from grpo_kernels.integrations.trl.trainer import _constructor_patches
 from grpo_kernels.loss.losses import Clip
 from tests.helpers.model_families import LORAS, family_model, with_lora
 from tests.helpers.quantised import Quantised
@@ -114,7 +114,7 @@ ELECTRA = {"vocab_size": V, "embedding_size": 16, "hidden_size": 32, "num_hidden
 LLAMA = partial(make_model, "llama")
 SCALED = "model: expected logits ... scaled and capped as the config says; those of Qwen2"
 AT_ATTACHMENT = [
-    *table(attached, ValueError,
+    *table(attached,
         ("model: has a fused head already, with", {"model": with_head, "keyword": "other"}),
         ("model: expected a decoder-only model; got T5", {
             "model": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))}),
@@ -134,16 +134,14 @@ AT_ATTACHMENT = [
           for change in (torch.sinh, lambda x: 0.96 * x, lambda x: x.clamp(-50.0, 50.0),
                          lambda x: 30.0 * (x / 30.0).tanh(), lambda x: x - 9.0 * (x > 60.0),
                          lambda x: x[..., :-1])),
-    ),
-    *table(attached, TypeError,
         ("model: expected a model of transformers", {"model": lambda: torch.nn.Linear(2, 2)}),
         ("execution: expected an Execution; got 'torch'", {"model": LLAMA, "execution": "torch"}),
     ),
-    *table(lambda: check_logits(cpu_offload(family_model("qwen2"))), ValueError,
+    *table(lambda: check_logits(cpu_offload(family_model("qwen2"))),
         ("model: expected the output layer's weight in memory", {})),
-    *table(detach_fused_head, ValueError,
+    *table(detach_fused_head,
         ("model: has no fused head to detach", {"model": make_model("llama")})),
-    *table(wrapped, ValueError, ("model: its forward was wrapped after attach_fused_head", {})),
+    *table(wrapped, ("model: its forward was wrapped after attach_fused_head", {})),
 ]  # fmt: skip
 
 
@@ -193,10 +191,10 @@ TWO_ROWS, ROW = torch.cat([torch.arange(7), torch.arange(4)])[None], torch.arang
 HOOK = "model: ...double on the output layer does not work ...: move it to the model's body"
 ONE_ROW = " does not work with loss_type='grpo' and these options, which need one sequence per row"
 AT_A_CALL = [
-    *table(head_call, ValueError,
+    *table(head_call,
         ("labels: expected token ids ... got neither", {"labels": None}),
         ("labels: expected shape [3, 11]", {"labels": LABELS[:, :-1]}),
-        ("labels: expected a tensor with values; got one on the meta", {"labels": LABELS.to("meta")}),
+        ("labels: expected a tensor with values; got one on", {"labels": LABELS.to("meta")}),
         ("logits_to_keep: expected at most 10", {"logits_to_keep": 11}),
         ("logits_to_keep: expected an int >= 0", {"logits_to_keep": -1}),
         ("use_cache does not work with a fused head, which scores full", {"use_cache": True}),
@@ -212,40 +210,36 @@ AT_A_CALL = [
         (f"position_ids{ONE_ROW}", packed(TWO_ROWS.expand(3, -1))),
         (f"position_ids{ONE_ROW}", packed(TWO_ROWS)),
         (f"position_ids{ONE_ROW}", packed(ROW, ROW % 9, ROW)),
-    ),
-    *table(head_call, TypeError,
         ("fused_head: expected True or an Objective; got 1.0", {"request": 1.0}),
         ("'beta' is not an argument of LlamaForCausalLM", {"beta": ONES}),
     ),
-    *table(objective, ValueError,
+    *table(objective,
         ("mask: expected shape [3, 10]; got [10]", {"mask": torch.ones(10)}),
         ("targets: expected ids in", {"ce_weights": torch.ones(3, 10)}),
         ("old_logps: no effect without advantages", {"advantages": None, "old_logps": ONES}),
         ("states=True does not work with advantages, mask or support", {"states": True}),
-    ),
-    *table(objective, TypeError,
         ("config: expected a GRPOLossConfig; got dict", {"config": {"beta": 0.1}}),
         ("execution: expected an Execution; got {}", {"execution": {}}),
         ("states: expected a bool; got 1", {"states": 1}),
     ),
-    *table(lambda: Objective(ONES).explain(), ValueError,
+    *table(lambda: Objective(ONES).explain(),
         ("objective: has no loss yet: pass it to the model", {})),
-    *table(hooked, ValueError, *((HOOK, {"where": "", "kind": kind}) for kind in (
+    *table(hooked, *((HOOK, {"where": "", "kind": kind}) for kind in (
         "forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook",
         "backward_hook",
     ))),
-    *table(hooked, ValueError, *(
+    *table(hooked, *(
         (HOOK, {"where": where, "kind": "forward_hook", "lora": lora}) for lora, where in (
             ("head", ""), ("head", "base_layer"), ("head", "lora_B.default"),
             ("head_copied", "modules_to_save.default"))
     )),
-    *table(named_adapters, ValueError, *(
+    *table(named_adapters, *(
         ("model: ...on the output layer ... PEFT's adapter_names", {"lora": lora})
         for lora in ("head", "head_copied")
     )),
     *table(lambda: head_call(model=lambda: cpu_offload(with_head(family_model("qwen2")))),
-           ValueError, ("model: expected the output layer's weight in memory", {})),
-    *table(partial(_load_balancing_loss, outputs=None, attention_mask=None), ValueError,
+           ("model: expected the output layer's weight in memory", {})),
+    *table(partial(_load_balancing_loss, outputs=None, attention_mask=None),
         ("output_router_logits: expected a config with one of num_experts", {"config": object()})),
 ]  # fmt: skip
 
@@ -309,20 +303,19 @@ CHANGES_SCORES = {
     "watermarking_config": transformers.WatermarkingConfig(bias=30.0), "top_h": 0.3,
 }  # fmt: skip
 OF_GENERATION = [
-    *table(recorded, ValueError,
+    *table(recorded,
         *(("lengths: expected 3 numbers up to 6", {"lengths": x}) for x in ([1, 1], [1, 1, 7])),
         ("input_ids: expected shape [3, 9], one token more", {}),
     ),
-    *table(processed, ValueError, *(
+    *table(processed, *(
         (f"{name}=... does not work with x, which replays ...: leave {name} out, or",
          {"of_the_model": of_the_model, name: x})
         for name, x in CHANGES_SCORES.items() for of_the_model in (False, True)
-    )),
-    *table(processed, ValueError,
+    ),
         ("generation by beam_sample does not work with x: pass", {"num_beams": 2}),
         ("generation by assisted_generation does not work with", {"prompt_lookup_num_tokens": 2}),
     ),
-    *table(later_option, ValueError, ("top_z=0.5 does not work with SupportRecorder", {})),
+    *table(later_option, ("top_z=0.5 does not work with SupportRecorder", {})),
 ]  # fmt: skip
 
 # Liger
@@ -341,12 +334,12 @@ def liger(options: dict[str, Any], **changes: Any) -> None:
 TOKENS, RATIO = torch.zeros(2, 5), "vllm_is_ratio"
 VESPO = {**STEP, "loss_type": "vespo"}
 OF_LIGER = [
-    *table(liger, ValueError,
+    *table(liger,
         ("loss_type: expected one of", {"options": {"loss_type": "gspo"}}),
         ("use_ref_model=True needs one reference: pass ref_per_token_logps, or", {"options": {}}),
         ("use_ref_model=True ...; got 2", {"options": {}, "ref_per_token_logps": TOKENS,
                                            "ref_input": torch.zeros(2, 5, 8)}),
-        ("use_ref_model=False needs no reference", {"options": STEP, "ref_per_token_logps": TOKENS}),
+        ("use_ref_model=False needs no", {"options": STEP, "ref_per_token_logps": TOKENS}),
         ("attention_mask: expected shape", {"options": STEP, "_input": torch.randn(10, 8)}),
         ("advantages: expected finite numbers at unmasked",
          {"options": STEP, "advantages": torch.tensor([1.0, torch.nan])}),
@@ -357,15 +350,13 @@ OF_LIGER = [
          {"options": STEP, RATIO: torch.ones(2, 4)}),
         ("old_per_token_logps: expected shape",
          {"options": VESPO, RATIO: torch.ones(2), "old_per_token_logps": torch.ones(2)}),
-    ),
-    *table(liger, TypeError,
         ("_input: expected a tensor; got list", {"options": STEP, "_input": [1.0]}),
         ("advantages: expected a tensor; got NoneType",
          {"options": STEP, RATIO: torch.ones(2), "advantages": None}),
         ("ref_weight: expected a tensor; got", {"options": {}, "ref_input": torch.zeros(2, 5, 8)}),
         ("num_items_in_batch: expected a number", {"options": STEP, "num_items_in_batch": "x"}),
     ),
-    *table(patch_liger, ValueError,
+    *table(patch_liger,
         ("logits_dtype: expected 'fp32' or 'model'", {"logits_dtype": "bf16"})),
 ]  # fmt: skip
 
@@ -537,7 +528,7 @@ def changing(**options: Any) -> type:
 
 SKIPS, NO_EFFECT = "skip_untrained=True does not work with ", ": no effect on "
 OF_TRL = [
-    *table(run, ValueError,
+    *table(run,
         ("peft_config: expected adapters inside the layers", {"peft_config": PROMPTS}),
         ("cast_lm_head_to_fp32=True does not work",
          {"peft_config": LORA["head"], "cast_lm_head_to_fp32": True}),
@@ -568,41 +559,39 @@ OF_TRL = [
         ("repetition_penalty=1.1 does not ...: leave", {"repetition_penalty": 1.1, **TOP_P}),
         ("...continuous_batching=True", {"use_transformers_continuous_batching": True, **TOP_P}),
         ("temperature=0.5 in generation_kwargs differs from", generating(temperature=0.5)),
-    ),
-    *table(run, TypeError,
         ("loss: expected a loss or a callable", {"loss": "dapo"}),
     ),
-    *table(patched, TypeError,
+    *table(patched,
         ("skip_untrained: expected a bool; got 'sorted'", {"skip_untrained": "sorted"}),
     ),
-    *table(constructed, ValueError, *(
+    *table(constructed, *(
         (f"{SKIPS}{name}, whose loss may ... = True on {name} if it", {"kind": kind, **SKIP})
         for kind, name in ((Undeclared, "Undeclared"), (InFront, "Behind"))
     )),
-    *table(ended, ValueError,
+    *table(ended,
         ("loss: no effect without patch_trl, which has ended", {"loss": Clip()}),
         ("replay_support: no effect without patch_trl", {**REPLAY, "top_k": 12}),
     ),
-    *table(left_out, ValueError,
+    *table(left_out,
         (f"loss{NO_EFFECT}...whose _compute_loss does not call", {"loss": Clip()}),
         (f"skip_untrained{NO_EFFECT}", SKIP),
         (f"ExplainCallback{NO_EFFECT}", {"kind": Explained}),
     ),
-    *table(shared, ValueError, ("model: its forward was replaced after this trainer", {})),
-    *table(outputs_of, ValueError,
+    *table(shared, ("model: its forward was replaced after this trainer", {})),
+    *table(outputs_of,
         ("outputs: expected log_probs, entropy; got 'logits'", {"outputs": ("logits",)})),
-    *table(ExplainCallback, ValueError,
+    *table(ExplainCallback,
         ("trainer: expected a FusedGRPOTrainer...; got object", {"trainer": object()})),
-    *table(sharded, ValueError, *(
+    *table(sharded, *(
         ("exact_kl=True does not work with FSDP or DeepSpeed", {kind: True})
         for kind in ("is_fsdp_enabled", "is_deepspeed_enabled")
     )),
-    *table(own_loss, ValueError,
+    *table(own_loss,
         *((f"{name}=0.5 has no effect with your own loss", {name: 0.5}) for name in OF_TRLS_LOSS),
         ("vllm_importance_sampling_correction=True does not work with your own loss",
          {"use_vllm": True, "vllm_importance_sampling_correction": True}),
     ),
-    *table(source, ValueError,
+    *table(source,
         ("vllm_mode='server' does not work with", {"use_vllm": True, "vllm_mode": "server"}),
         *((f"{name}=... does not work with replay_support=True", {attribute: x})
           for name, attribute, x in (
@@ -610,12 +599,12 @@ OF_TRL = [
               ("environment_factory", "environment_factories", {None: print}),
               ("use_transformers_continuous_batching", "use_transformers_continuous_batching", 1))),
     ),
-    *table(by_vllm, ValueError,
+    *table(by_vllm,
         ("vllm 0.27.2 does not work with replay_support=True, ...: install", {"version": "0.27.2"}),
         ("top_k=0 does not work with", {"version": "0.28.0", "top_k": 0, **TOP_P}),
         ("repetition_penalty=1.1 does not ...:", {"version": "0.28.0", "repetition_penalty": 1.1}),
     ),
-    *table(too_few_sets, ValueError, ("sampling_mask: expected 3 kept sets ...; got 2", {})),
+    *table(too_few_sets, ("sampling_mask: expected 3 kept sets ...; got 2", {})),
 ]  # fmt: skip
 
 # Weights for vLLM
@@ -673,7 +662,7 @@ def without_names(config: Any = None) -> None:
 
 
 OF_VLLM = [
-    *table(sent, ValueError,
+    *table(sent,
         *((f"{PLAIN}{words}", {"config": config, "family": "qwen2"})
           for words, config in BEYOND_LORA.items()),
         (f"{PLAIN}a weight in torch.uint8",
@@ -683,8 +672,8 @@ OF_VLLM = [
            f"{where}", {"config": peft.LoraConfig(task_type="CAUSAL_LM", **options)})
           for where, options in TIED.items()),
     ),
-    *table(on_experts, ValueError, (f"{PLAIN}...ParamWrapper in ", {})),
-    *table(without_names, ValueError,
+    *table(on_experts, (f"{PLAIN}...ParamWrapper in ", {})),
+    *table(without_names,
         ("model: LlamaForCausalLM does not work with vLLM", {}),
         ("model: LlamaForCausalLM does not work with vLLM", {"config": peft.LoraConfig(**QUERY)})),
 ]  # fmt: skip
@@ -705,22 +694,22 @@ def engine(**of_the_head: Any) -> None:
 
 
 OF_VERL = [
-    *(Row(partial(lambda make: verl._check_head(make()), make), ValueError,
+    *(Row(partial(lambda make: verl._check_head(make()), make),
           f"use_fused_kernels=True does not work with {name}, whose head has {what}", {})
       for make, name, what in (
           (partial(family_model, "gemma2"), "Gemma2ForCausalLM", "a softcap"),
           (partial(family_model, "phi"), "PhiForCausalLM", "a bias"),
           (partial(family_model, "cohere"), "CohereForCausalLM", "a scale of 0.3"),
           (partial(lora_model, **LORAS["head"]), "PeftModelForCausalLM", "an adapter"))),
-    *table(targets_of, ValueError,
+    *table(targets_of,
         ("target_modules=['q_proj', 'lm_head'] does not work", {"targets": ["q_proj", "lm_head"]}),
         ("target_modules='lm_head' does not work", {"targets": "lm_head"})),
-    *table(engine, ValueError,
+    *table(engine,
         ("lora_adapter_path: an adapter on lm_head does not work",
          {"lora_A": torch.nn.ModuleDict({"default": torch.nn.Linear(32, 2)})}),
         ("enable_activation_offload=True does not work with", {"unshard": print})),
     *table(partial(verl.linear_cross_entropy, torch.ones(2, 4), torch.ones(7, 4),
-                   torch.zeros(2).long()), ValueError,
+                   torch.zeros(2).long()),
         ("reduction: expected one of none, sum, mean; got 'max'", {"reduction": "max"})),
 ]  # fmt: skip
 TABLE = [

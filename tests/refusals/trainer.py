@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache, partial
 from pathlib import Path
@@ -38,10 +38,9 @@ from grpo_kernels.training.command_line import ELSEWHERE
 from grpo_kernels.training.problems import answers, data, held_out, rewards
 from grpo_kernels.training.problems.prompts import PromptEncoder, short_enough
 from grpo_kernels.training.run import checkpoint, logs
-from grpo_kernels.training.run.interruptions import StepError
 from grpo_kernels.training.run.lock import FileLock
 from grpo_kernels.training.run.metrics import Metric, Metrics
-from grpo_kernels.training.sampling.completions import RolloutError, check_completion
+from grpo_kernels.training.sampling.completions import check_completion
 from tests.helpers import trainer_runs
 from tests.helpers.fake_vllm import install
 from tests.helpers.tiny_models import make_model, make_tokenizer
@@ -79,7 +78,7 @@ def own_config(**options: Any) -> None:
 
 SYNCED = {"beta": 0.1, "sync_ref_every": 2}
 OF_OPTIONS = [
-    *table(config_of, ValueError,
+    *table(config_of,
         ("steps: expected at least 1; got 0", {"steps": 0}),
         ("num_generations: expected at least 2", {"num_generations": 1}),
         ("learning_rate: expected a number > 0", {"learning_rate": 0.0}),
@@ -109,23 +108,23 @@ OF_OPTIONS = [
         ("loss_options: expected options of Clip (...; got tau", {"loss_options": {"tau": 1}}),
         ("loss_options={'tau': 1} does not work", {"loss_type": Dro(), "loss_options": {"tau": 1}}),
     ),
-    *table(TrainingConfig, ValueError, ("model: expected a hub name or a folder", {"model": ""})),
-    *table(config_of, TypeError,
+    *table(TrainingConfig, ("model: expected a hub name or a folder", {"model": ""})),
+    *table(config_of,
         ("temperature_neg: expected a number",
          {"loss_type": "sapo", "loss_options": {"temperature_neg": "warm"}}),
     ),
-    *table(own_config, TypeError,
+    *table(own_config,
         ("steps: expected int; got 1.5", {"steps": 1.5}),
         ("output: expected str; got None", {"output": None}),
         ("dtype: expected one of 'mixed', 'fp32', 'bf16'; got 'fp8'", {"dtype": "fp8"}),
         ("loss_options: expected", {"loss_options": "tau"}),
         ("way: expected one of 'x', 2; got 'y'", {"way": "y"}),
     ),
-    *table(partial(memory.Forecast, model="m"), ValueError,
+    *table(partial(memory.Forecast, model="m"),
         ("processes: expected at least 1; got 0", {"processes": 0}),
         ("gpu: expected none with cpu; got 'h100'", {"gpu": "h100", "cpu": True}),
     ),
-    *table(partial(check_host, on_cpu=True), ValueError,
+    *table(partial(check_host, on_cpu=True),
         ("vllm_gpu_memory_utilization: expected ... on a CPU, ...; got 0.5",
          {"config": config_of(rollout="vllm", vllm_gpu_memory_utilization=0.5)})),
 ]  # fmt: skip
@@ -167,7 +166,7 @@ def row(values: dict[str, Any]) -> None:
 
 @cache
 def tokenizer() -> Any:
-    """One with a token that the model lacks, and a chat template that refuses a role."""
+    """A tokenizer with a token that the model lacks, and a template that refuses a role."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<tool>"])
     tokenizer.chat_template = (
@@ -192,7 +191,7 @@ def compared(right: Any) -> None:
 LINE, OWN = '{"question": "a", "answer": "b"}', {"rewards": ["m:f", "format"]}
 TEXT = "dataset: expected text or a whole number as "
 OF_PROBLEMS = [
-    *table(dataset, ValueError,
+    *table(dataset,
         ("dataset: '' is no file or folder here, no module:function, and no name on", {"name": ""}),
         ("dataset: 'openai/gsm8k:main' is no ...dataset_config", {"name": "openai/gsm8k:main"}),
         ("dataset: 'a/b@v1' is no ...; of a revision pass the folder", {"name": "a/b@v1"}),
@@ -230,7 +229,7 @@ OF_PROBLEMS = [
         ("...gsm8k...; a dataset on the hub is OWNER/NAME, its", {"name": "gsm8k:main"}),
         ("dataset: expected a function; got json:__doc__ = ", {"name": "json:__doc__"}),
     ),
-    *table(made, ValueError,
+    *table(made,
         ("dataset: mine:made: SystemExit: 0", {"function": lambda _: sys.exit(0)}),
         ("dataset: mine:made: ZeroDivisionError",
          {"function": lambda _: ((1 / 0 for _ in "a"), [])}),
@@ -238,25 +237,25 @@ OF_PROBLEMS = [
         ("dataset: expected a dict; got 'a' in problem 0 to", {"function": lambda _: (["a"], [])}),
         ("dataset: expected a column prompt", {"function": lambda _: ([{"question": "1"}], [])}),
     ),
-    *table(ended, ValueError, ("...got 'ending:f' (SystemExit: 0)", {})),
-    *table(row, ValueError,
+    *table(ended, ("...got 'ending:f' (SystemExit: 0)", {})),
+    *table(row,
         *((f"{TEXT}answer; got", {"values": {"prompt": "a", "answer": x}})
           for x in (12.0, True, [1, 2], date(2020, 1, 31))),
     ),
-    *table(data.not_held_out, ValueError,
+    *table(data.not_held_out,
         ("train: the prompts of all 1 problems are held out",
          {"train": [{"prompt": "a"}], "held_out": [{"prompt": " a"}], "say": print})),
-    *table(prompted, ValueError,
+    *table(prompted,
         ("prompt: the tokenizer makes '<tool>' token 257, and the model", {"prompt": "a <tool>"}),
         ("prompt: ...makes '<tool>' token ... is", {"prompt": [{"role": "user", "content": "a"}]}),
         ("prompt: expected text, or messages with a role and content; got", {"prompt": ["a"]}),
         ("prompt: expected text, or messages with a", {"prompt": {"role": "user", "content": "a"}}),
         ("prompt: no chat template for ...: no b", {"prompt": [{"role": "b", "content": "a"}]}),
     ),
-    *(Row(partial(lengths, *prompts), ValueError,
+    *(Row(partial(lengths, *prompts),
           f"max_prompt_length=3: ...is longer, or empty; the shortest has {least} tokens", {})
       for prompts, least in ((("abcde", "abcd"), 4), (("", "abcd"), 0))),
-    *table(compared, TypeError, *(
+    *table(compared, *(
         ("answer: expected text or a whole number; got ...: write it as text", {"right": x})
         for x in (8.5, True, None)
     )),
@@ -293,11 +292,11 @@ IDS = "one.token_ids: expected ints from 0 to 256; got "
 NUMBERS = "one.logps: expected 2 finite numbers, ...; got "
 SUPPORT = "one.support.offsets: expected to start at 0, never to decrease, and to end at ..."
 OF_FUNCTIONS = [
-    *table(rewards.resolve_rewards, ValueError,
+    *table(rewards.resolve_rewards,
         ("rewards: expected some of answer, ..., or module:function; got", {"names": ["breif"]}),
         ("rewards: expected module:function; got 'no.such:f' (", {"names": ["no.such:f"]}),
     ),
-    *table(rewarded, ValueError,
+    *table(rewarded,
         *(("rewards: the column `rewards` of train[0] is ..., but the run has f: name",
            {"function": lambda completions: [1.0], "problem": {"rewards": names}})
           for names in ("breif", ["f", "breif"], [], 3.5)),
@@ -310,9 +309,9 @@ OF_FUNCTIONS = [
         (f"{TEXT}answer; got 0.5: ...(train[0])",
          {"function": rewards.REWARDS["answer"], "problem": {"answer": 0.5}}),
     ),
-    *table(scored, rewards.RewardError,
+    *table(scored,
         (f"{IT}ZeroDivisionError: division by zero", {"function": lambda completions: 1 / 0}),
-        (f"{IT}TypeError: 'NoneType' object is not iterable", {"function": lambda completions: None}),
+        (f"{IT}TypeError: 'NoneType' object is not", {"function": lambda completions: None}),
         (f"{IT}expected 3 values, one per completion; got 2",
          {"function": lambda completions: [1.0] * 2}),
         (f"{IT}expected finite numbers, ... got nan for 'b'",
@@ -325,11 +324,11 @@ OF_FUNCTIONS = [
          {"function": lambda completions: [len(x.split()) for x in completions],
           "prompt": [{"role": "user", "content": "a"}]}),
     ),
-    *table(added, ValueError, *(
+    *table(added, *(
         (f"metrics: expected a name that the library does not use; got '{name}'", {"name": name})
         for name in ("tokens", "reward/a", "step", "sampler_gap_max")
     )),
-    *table(completed, RolloutError,
+    *table(completed,
         (f"{IDS}5.0", {"token_ids": [5.0] * 2}),
         (f"{IDS}True", {"token_ids": [True] * 2}),
         ("one.token_ids: expected at most max_completion_length = 6", {"token_ids": [5] * 7}),
@@ -343,14 +342,14 @@ OF_FUNCTIONS = [
     ),
 ]  # fmt: skip
 OF_FUNCTIONS += [
-    Row(partial(Metrics().register, metric), error, message, {})
-    for error, message, metric in (
-        (ValueError, "merge: expected one of mean, ... for a; got 'median'",
+    Row(partial(Metrics().register, metric), message, {})
+    for message, metric in (
+        ("merge: expected one of mean, ... for a; got 'median'",
          Metric("a", merge="median")),
-        (ValueError, "metrics: expected a name that the library does not use; got 'reward'",
+        ("metrics: expected a name that the library does not use; got 'reward'",
          Metric("reward")),
-        (TypeError, "chart: expected a text for a; got 3", Metric("a", chart=3)),
-        (TypeError, "unit: expected a text for a; got None", Metric("a", unit=None)),
+        ("chart: expected a text for a; got 3", Metric("a", chart=3)),
+        ("unit: expected a text for a; got None", Metric("a", unit=None)),
     )
 ]  # fmt: skip
 
@@ -373,7 +372,8 @@ def trainer(
         for name, value in environment.items():
             patch.setenv(name, value)
         return Trainer(
-            config_of(**options), model, tokenizer or make_tokenizer(), *problems, rewards={"noise": trainer_runs.noise}, **own,
+            config_of(**options), model, tokenizer or make_tokenizer(), *problems,
+            rewards={"noise": trainer_runs.noise}, **own,
         )  # fmt: skip
 
 
@@ -505,7 +505,7 @@ GOOD = Completion([5, 6], True)
 INPUTS = {"problems": "6, sha256 0", "weights": "sha256 1"}
 CHANGED = "resume: options differ from the checkpoint's: "
 OF_RUNS = [
-    *table(trainer, ValueError,
+    *table(trainer,
         ("WORLD_SIZE=2, but accelerate sees one process:", {"environment": {"WORLD_SIZE": "2"}}),
         *((f"ACCELERATE_USE_{kind} does not work with ...FusedGRPOTrainer",
            {"environment": {f"ACCELERATE_USE_{kind}": "true"}})
@@ -519,21 +519,21 @@ OF_RUNS = [
         (f"{TEXT}answer; got None: ...(train[1])",
          {"rewards": ["answer"], "problems": ([ODD[0], {"prompt": "b"}], ())}),
     ),
-    *table(compiled, ValueError,
+    *table(compiled,
         ("model: expected one that was not passed to torch.compile", {"part": ""}),
         ("model: expected one that was not passed to torch.compile", {"part": "layer"})),
-    *table(scaled, ValueError, ("model: expected logits that are a linear layer", {})),
-    *table(padded, ValueError,
+    *table(scaled, ("model: expected logits that are a linear layer", {})),
+    *table(padded,
         ("tokenizer: expected a pad_token, or ... 257 tokens of the model", {"pad_token": None}),
         ("tokenizer: expected a pad_token, or ... 257 tokens of the", {"pad_token": "[PAD]"})),
-    *table(swapped, ValueError,
+    *table(swapped,
         ("ref_model: odd has another tokenizer than the model, with 2 other tokens: token ", {})),
-    *table(inferred, ValueError, ("model: run is the folder of a run: pass run/model", {})),
-    *table(sent, ValueError, ("model: expected no adapter on a tied output layer", {})),
-    *table(corrected, StepError,
+    *table(inferred, ("model: run is the folder of a run: pass run/model", {})),
+    *table(sent, ("model: expected no adapter on a tied output layer", {})),
+    *table(corrected,
         ("rollout: ValueError: is_correction='token_truncate' needs log-probs", {})),
-    *table(goes_on, ValueError, ("resume: problems or models differ from the checkpoint's: ", {})),
-    *(Row(partial(sampled, *completions), RolloutError, f"rollout: {message}", {})
+    *table(goes_on, ("resume: problems or models differ from the checkpoint's: ", {})),
+    *(Row(partial(sampled, *completions), f"rollout: {message}", {})
       for message, *completions in (
           ("expected 2 completions in one list, 2 of each of 1 prompts; got 1", GOOD),
           ("completions[1]: expected a Completion ...; got 'four'", GOOD, "four"),
@@ -541,32 +541,32 @@ OF_RUNS = [
            Completion([], True)),
           ("completions[1].token_ids: expected ints from 0 to 256; got 300", GOOD,
            Completion([300], True)))),
-    *table(referred, ValueError,
+    *table(referred,
         ("ref_model: expected a vocabulary of 257, ...; got 300", {"vocab_size": 300})),
-    *table(accelerated, ValueError,
+    *table(accelerated,
         ("accelerator: an Accelerator was made with torch.compile", {})),
-    *table(adapted, ValueError, ("lora_target='no_such': Target modules", {})),
-    *table(divided, ValueError,
+    *table(adapted, ("lora_target='no_such': Target modules", {})),
+    *table(divided,
         ("prompts_per_step: expected a multiple of processes times minibatches, 2 * 1; got 3", {})),
-    *table(resumed, ValueError,
+    *table(resumed,
         (f"{CHANGED}loss_options: was ..., is ...'epsilon': 0.1",
          {"state": {}, "loss_options": {"epsilon": 0.1}}),
         (f"{CHANGED}loss_type: was 'Sapo...1.3...', is 'Sapo...1.05",
          {"state": {"loss_type": repr(Sapo(temperature_neg=1.3))}, "loss_type": Sapo()}),
         ("steps: expected 2 as before, because schedule='linear'", {"state": {}, "steps": 4}),
     ),
-    *table(checkpoint.check_processes, ValueError,
+    *table(checkpoint.check_processes,
         ("resume: expected as many processes as the", {"state": {"processes": 1}, "processes": 2})),
-    *table(checkpoint.check_inputs, ValueError,
+    *table(checkpoint.check_inputs,
         ("resume: problems or models differ from the checkpoint's: problems: was 6, sha256 0, is ",
          {"state": {"inputs": INPUTS}, "inputs": INPUTS | {"problems": "5, sha256 2"}})),
-    *table(saved, ValueError,
+    *table(saved,
         ("resume: expected a checkpoint of this library; got", {"content": {"state": Opens()}}),
         ("resume: expected a checkpoint with ...; got step-1.pt", {"content": {"state": json.dumps(
             dict.fromkeys(("step", "config", "processes", "micro_batch_size", "inputs"), "1")
         )}}),
     ),
-    *table(earlier, ValueError, ("output: ...step-000003 is a checkpoint of an earlier", {})),
+    *table(earlier, ("output: ...step-000003 is a checkpoint of an earlier", {})),
 ]  # fmt: skip
 
 # Commands
@@ -672,7 +672,7 @@ RUN = "RUN_FOLDER: "
 ON_RUN = {"flags": "--output run --resume"}
 NO_SUCH = f"...--batch_size does not exist here. {ELSEWHERE['batch_size']}"
 OF_COMMANDS = [
-    *table(train, SystemExit, *((message, {"flags": flags}) for message, flags in (
+    *table(train, *((message, {"flags": flags}) for message, flags in (
         ("rewards: expected some of answer, format, or module:function; got 'breif'\n"
          "(--traceback shows where this was raised)", "--rewards breif"),
         ("reward function score: ... its parameters", "--rewards answer examples.problems:score"),
@@ -694,15 +694,14 @@ OF_COMMANDS = [
         ("trackers: expected some of ...tensorboard, ...; got nothing", "--trackers nothing"),
         ("trackers: aim is not installed: pip install aim", "--trackers aim"),
         ("chat: the tokenizer of m has no chat template", "--chat"),
-    ))),
-    *table(train, SystemExit,
+    )),
         ("resume: options differ from the checkpoint's: ...steps: was 3, is 100",
          {**ON_RUN, "state": {"config": {"steps": 3}, "processes": 1}}),
         ("resume: expected as many processes as the checkpoint has, 2; got 1",
          {**ON_RUN, "state": {"config": {"steps": 3}, "processes": 2,
                               "may_change": {*TrainingConfig.__dataclass_fields__}}}),
     ),
-    *table(evaluated, SystemExit, *((message, {"flags": flags}) for message, flags in (
+    *table(evaluated, *((message, {"flags": flags}) for message, flags in (
         (f"{RUN}run.yaml is a file of options; ...: pass the output", "run.yaml"),
         (f"{RUN}run/config.json is a ...: pass run", "run/config.json"),
         (f"{RUN}nowhere does not exist: pass the output of a run", "nowhere"),
@@ -718,7 +717,7 @@ OF_COMMANDS = [
         ("bare/held_out.jsonl does not exist: ...: pass --problems FILE", "bare --model run/model"),
         ("bare/model does not exist: pass --model", "bare --problems odd.jsonl"),
     ))),
-    *(Row(partial(parsed, text, *flags), SystemExit, message, {}) for text, flags, message in (
+    *(Row(partial(parsed, text, *flags), message, {}) for text, flags, message in (
         ("model: m", ["--step", "3"], "...--step does not exist: did you mean --steps"),
         ("model: m\nlearning-rat: 1", [], "...--learning_rat does not exist: did you mean --learn"),
         ("model: m\ngrad-clip: 1", [], "...--grad_clip does not exist here. Set max_grad_norm."),
@@ -737,8 +736,8 @@ OF_COMMANDS = [
         ("model: m", ["--batch_size", "2"], NO_SUCH),
         ("model: m\nbatch_size: 2", [], NO_SUCH),
     )),
-    *table(forecast, SystemExit, ("model: run is the folder of a run: pass run/model", {})),
-    *table(partial(parse_config, []), TypeError,
+    *table(forecast, ("model: run is the folder of a run: pass run/model", {})),
+    *table(partial(parse_config, []),
         ("parse_config: expected options of TrainingConfig; got ['modell']", {"modell": "m"})),
 ]  # fmt: skip
 TABLE = [*OF_OPTIONS, *OF_PROBLEMS, *OF_FUNCTIONS, *OF_RUNS, *OF_COMMANDS]
