@@ -1,199 +1,39 @@
-"""The benchmarks print no speed of what is wrong, and time what they say."""
+"""Each benchmark at its smallest size: one number that it must print, and none of what is wrong."""
 
 import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import checks, head, measure
-from benchmarks.contenders import (
-    BASELINE,
-    CONTENDERS,
-    OURS,
-    Contender,
-    eager,
-    one_pass,
-    torch_chunked,
-)
-from benchmarks.measure import FLOOR, PeakMemory
+from benchmarks import cost_model, gpu_day, measure
+from benchmarks.contenders import BASELINE, OURS, eager, one_pass, torch_chunked
 from benchmarks.workloads import make, profile
 
 ROOT = Path(__file__).parents[2]
+TINY = ("--device", "cpu", "--shapes", "512,500,16")
 
 
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    """Runs contenders in this process, where a test can add some."""
-    monkeypatch.setattr(measure, "ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
-    monkeypatch.setattr(measure, "keep_memory", lambda: None)  # here it would last
-
-
-def rows_of(*more, workload="rollout"):
-    """The rows of a small run, by name."""
-    options = ["--device", "cpu", "--workload", workload, "--shapes", "512,500,16", *more]
-    return {row["name"]: row for row in head.run_workload(workload, head.parse_args(options))}
-
-
-@pytest.mark.nightly
-def test_every_contender_has_a_row():
-    rows = rows_of("--rounds", "2")
-    assert [*rows] == [*CONTENDERS, FLOOR]
-    ok = {name for name, row in rows.items() if row["status"] == "ok"}  # others need a GPU
-    assert {BASELINE, *OURS, "TRL chunked head", "Liger fused linear"} <= ok
-    timed = {name for name, row in rows.items() if "seconds" in row}
-    assert timed - ok == {name for name, row in rows.items() if row["status"] in checks.WRONG}
-
-
-def with_a_nan_in_a_gradient(w):
-    x = w.weight[0, 0]
-    return one_pass(w) + 0 * (x - x.detach()).sqrt()
-
-
-def raises(error):
-    raise error
-
-
-def at_full_size(loss):
-    """A contender that is right on the few sequences that are checked first."""
-    return lambda w, **_: (one_pass if len(w.advantages) == checks.CHECKED_SEQUENCES else loss)(w)
-
-
-# Contenders, and what their row says: a peer that is wrong has times beside its errors.
-FAILING = {
-    "off": (lambda w: 1.01 * one_pass(w), "wrong"),
-    "shifted": (lambda w: one_pass(w) + 1, "wrong"),
-    "with a NaN in a gradient": (with_a_nan_in_a_gradient, "wrong"),
-    "rounded": (lambda w: (1 + 2e-4) * one_pass(w), "wrong"),
-    "raises": (
-        lambda w: raises(RuntimeError("no such kernel\nand more")), "RuntimeError: no such kernel"),
-    **{f"times {factor}": (at_full_size(lambda w, x=factor: x * one_pass(w)), "wrong in full")
-       for factor in (1.01, -1.0, float("nan"))},
-    "too large": (
-        at_full_size(lambda w: raises(torch.OutOfMemoryError("of 1 TiB"))), "out of memory"),
-}  # fmt: skip
-
-
-def test_a_peer_that_fails_has_a_row(monkeypatch, capsys):
-    for name, (loss, _) in FAILING.items():
-        monkeypatch.setitem(CONTENDERS, name, Contender(loss))
-    rows = rows_of("--rounds", "3", "--limit-s", "0", "--peers", *FAILING)
-    good = [BASELINE, *OURS]
-    assert list(rows) == [*good, *FAILING, FLOOR]
-    statuses = {name: row["status"] for name, row in rows.items()}
-    assert statuses == dict.fromkeys((*good, FLOOR), "ok") | {k: x for k, (_, x) in FAILING.items()}
-    # No round begins after the limit.
-    rounds = {name: len(row["seconds"]) for name, row in rows.items() if "seconds" in row}
-    wrong = [name for name, status in statuses.items() if status in checks.WRONG]
-    assert rounds == dict.fromkeys((*good, FLOOR, *wrong), 1)
-    assert rows["rounded"]["d_hidden"] == pytest.approx(2e-4, rel=0.05)
-    line = re.search(r"rounded .*", capsys.readouterr().out)[0]
-    assert line.count("2.0e-04") == 2 and line.endswith(" wrong")
-
-
-@pytest.mark.parametrize("size", ("checked", "full"))
-def test_ours_that_is_wrong_has_no_time_and_fails(size, monkeypatch, capsys):
-    """Beside a peer that is wrong in the same way, which is no reason to be."""
-
-    def off(w, **_):
-        return (1 + 2e-4) * one_pass(w)
-
-    off = at_full_size(off) if size == "full" else off
-    for name in (BASELINE, OURS[0]):
-        monkeypatch.setitem(CONTENDERS, name, Contender(off))
-    options = ["--device", "cpu", "--workload", "dense", "--shapes", "512,500,16"]
-    with pytest.raises(SystemExit, match=f"failed: {OURS[0]}$"):
-        head.main([*options, "--rounds", "1", "--peers"])
-    out = capsys.readouterr().out
-    assert re.search(rf"{OURS[0]} +wrong", out) and re.search(rf"{BASELINE} .* wrong", out)
-
-
-@pytest.mark.parametrize("code", ("os._exit(3)", "time.sleep(60)"))
-def test_a_process_alone_ends_with_its_time(code, monkeypatch):
-    monkeypatch.undo()
-    with pytest.raises((TimeoutError, BrokenProcessPool)):
-        measure.run_alone(exec, f"import os, time; {code}", limit_s=2)
-
-
-def test_a_support_is_ours_and_eager_s():
-    rows = rows_of("--rounds", "1", workload="nucleus")
-    assert {rows[name]["status"] for name in (BASELINE, *OURS, FLOOR)} == {"ok"}
-    w = make("nucleus", (256, 500, 16))
-    part = w.sequences(torch.tensor([2, 0])).first(5)
-    sets, expected = (x.support[0].split(x.support[1].diff().tolist()) for x in (part, w))
-    assert {len(x) for x in sets} > {1}
-    assert [x.tolist() for x in sets] == [
-        expected[64 * row + t].tolist() for row in (2, 0) for t in range(5)
-    ]
-    assert one_pass(w.tiny()).item() == pytest.approx(eager(w.tiny()).item(), abs=1e-5)
-
-
-def test_workloads_are_like_a_language_model_s():
-    """Entropy, tail and peak of the demo model's own samples; padding, tools, equal rewards."""
-    text = profile(make("dense", (512, 20_011, 192)))
-    entropy, words, below = (float(re.search(p, text)[1]) for p in (
-        r"entropy ([\d.]+)", r"; (\d+) tokens per row", r"2\^-12, ([\d.]+) of",
-    ))  # fmt: skip
-    assert 2 < entropy < 4 and 80 < words < 250 and below < 0.12
-    for tokens in (512, 8192):
-        w = make("rollout", (tokens, 500, 16))
-        assert 0.3 < 1 - w.tokens / w.targets.numel() < 0.5
-        assert 0.3 < (w.advantages == 0).float().mean() < 0.7
-        holes = (w.mask.int().diff(dim=1) == 1).any(1)
-        assert 0 < holes.sum() < len(holes) / 2
-
-
-@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch < 2.13")
-def test_torch_s_chunked_head_is_chunked():
-    """No product has all rows of logits, and the loss and its gradients are eager's."""
-    w = measure.with_grad(make("dense", (1024, 500, 16)))
-    with torch.profiler.profile(record_shapes=True) as profiler:
-        loss = measure.step(torch_chunked, w)
-    products = [x.input_shapes for x in profiler.events() if x.name in ("aten::mm", "aten::addmm")]
-    assert sum([512, 16] in shapes for shapes in products) >= 2
-    assert not any(shape and shape[0] == 1024 for shapes in products for shape in shapes)
-    got, expected = measure.gradient_norms(w), measure.step(eager, measure.with_grad(w))
-    assert loss == pytest.approx(expected.item(), abs=1e-5)
-    assert got == pytest.approx(measure.gradient_norms(w), rel=1e-4)
-
-
-def suite(folder, chosen, *more, **env):
-    """Runs `pytest benchmarks` at a tiny shape; returns its process and what it measured."""
-    path = folder / "suite.json"
-    options = ["--device", "cpu", "--shape", "512,500,16", "--rounds", "2", *more]
-    options += ["-p", "no:cacheprovider", "-k", chosen, "--benchmark-json", path]
+def command(*args, status=0, **env):
+    """Runs `python -m` and returns what it prints."""
     # A worker of pytest-xdist, as this may be, times nothing.
-    outside = {k: x for k, x in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", "benchmarks", *options], capture_output=True, text=True,
-        cwd=ROOT, env={**outside, "OMP_NUM_THREADS": "1", **env},
+    outside = {k: x for k, x in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, args)], capture_output=True, text=True, cwd=ROOT,
+        env={**outside, "OMP_NUM_THREADS": "1", **env},
     )  # fmt: skip
-    return process, json.loads(path.read_text())["benchmarks"] if path.exists() else []
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
-def test_the_suite_tells_time_memory_and_floor(tmp_path):
-    process, rows = suite(tmp_path, "(frozen or heads) and (softmax or ours or fused)")
-    assert process.returncode == 0, process.stdout
-    groups = {}
-    for row in rows:
-        info = row["extra_info"]
-        groups.setdefault(row["group"].split(":")[0], []).append(info["contender"])
-        assert row["stats"]["rounds"] == 2 and info["peak_bytes"] > 0 and info["tokens"] == 512
-        assert info["x_floor"] == pytest.approx(row["stats"]["median"] / info["floor_seconds"])
-        assert ("d_weight" in info["errors"]) == ("frozen" not in row["group"])
-    liger = ["Liger fused linear"] if importlib.util.find_spec("liger_kernel") else []
-    assert groups == {
-        "frozen": [BASELINE, *OURS, *liger], "two-heads": [BASELINE, OURS[0], *liger]
-    }  # fmt: skip
-
-
+# Damages of contenders, made by a plugin of pytest, or before the command.
 WRONG = """
 from dataclasses import replace
 from benchmarks import measure
@@ -216,30 +56,99 @@ measure.kept_norms = other_norms
 """
 
 
-def test_the_suite_times_nothing_of_ours_that_is_wrong(tmp_path):
+@pytest.fixture
+def wrong(tmp_path):
+    """The environment of a process whose eager loss is off, and whose own gradient is flipped."""
+    (tmp_path / "damages.py").write_text(WRONG)
+    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+
+def test_head_prints_times_of_what_is_right(tmp_path, wrong):
+    path = tmp_path / "head.json"
+    options = (*TINY, "--workload", "rollout", "--rounds", "2", "--peers", "TRL")
+    command("benchmarks.head", *options, "--json", path)
+    good = {x["name"]: x for x in json.loads(path.read_text())["rows"] if x["status"] == "ok"}
+    assert good.keys() >= {BASELINE, *OURS}
+    assert all(len(x["seconds"]) == 2 for x in good.values())
+    code = "import damages\nfrom benchmarks import head\nif __name__ == '__main__':\n    head.main()"
+    (tmp_path / "wrong_head.py").write_text(code)
+    options = (*TINY, "--workload", "dense", "--rounds", "1", "--peers")
+    text = command("wrong_head", *options, status=1, **wrong)
+    assert f"failed: {OURS[0]}" in text and re.search(rf"{OURS[0]} +wrong", text)
+    # A peer that is wrong has its errors beside its time.
+    assert re.search(rf"{BASELINE} .*2\.0e-04.* wrong", text)
+
+
+def suite(folder, chosen, *more, status=0, **env):
+    """Runs `pytest benchmarks` at a tiny shape; returns its text and what it measured."""
+    path = folder / "suite.json"
+    options = ["--device", "cpu", "--shape", "512,500,16", "--rounds", "2", *more]
+    options += ["-p", "no:cacheprovider", "-k", chosen, "--benchmark-json", path]
+    text = command("pytest", "benchmarks", *options, status=status, **env)
+    return text, json.loads(path.read_text())["benchmarks"] if path.exists() else []
+
+
+def test_the_suite_tells_time_memory_and_floor(tmp_path):
+    _, rows = suite(tmp_path, "(frozen or heads) and (softmax or ours or fused)")
+    groups = {}
+    for row in rows:
+        info = row["extra_info"]
+        groups.setdefault(row["group"].split(":")[0], []).append(info["contender"])
+        assert row["stats"]["rounds"] == 2 and info["peak_bytes"] > 0 and info["tokens"] == 512
+        assert info["x_floor"] == pytest.approx(row["stats"]["median"] / info["floor_seconds"])
+        assert ("d_weight" in info["errors"]) == ("frozen" not in row["group"])
+    liger = ["Liger fused linear"] if importlib.util.find_spec("liger_kernel") else []
+    assert groups == {
+        "frozen": [BASELINE, *OURS, *liger], "two-heads": [BASELINE, OURS[0], *liger]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("untimed", (False, True), ids=("timed", "untimed"))
+def test_the_suite_times_nothing_of_ours_that_is_wrong(untimed, tmp_path, wrong):
     """A wrong sign shows against float64, another gradient in a full step; a peer's is told."""
-    (tmp_path / "damages.py").write_text(WRONG)
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "PYTEST_PLUGINS": "damages"}
-    process, rows = suite(tmp_path, "dense and (softmax or ours)", **env)
-    assert [row["extra_info"]["contender"] for row in rows] == [BASELINE]
-    assert "2 failed, 1 passed" in process.stdout
-    assert re.search(r"'d_hidden': (1\.9|2\.0)", process.stdout), process.stdout
-    errors = rows[0]["extra_info"]["errors"]
-    assert errors["d_hidden"] == pytest.approx(2e-4, rel=0.1)
-    assert errors["step"] == pytest.approx(2e-4, rel=0.1)
-    assert re.search(r"2\.0e-04 above 1e-04: .*d_hidden, d_weight, step", process.stdout)
+    more = ["--benchmark-disable"] * untimed
+    chosen = "dense and ours" if untimed else "dense and (softmax or ours)"
+    text, rows = suite(tmp_path, chosen, *more, status=1, PYTEST_PLUGINS="damages", **wrong)
+    assert re.search(r"'d_hidden': (1\.9|2\.0)", text), text
+    assert f"{2 - untimed} failed, 1 passed" in text
+    assert [row["extra_info"]["contender"] for row in rows] == [BASELINE] * (not untimed)
+    for row in rows:
+        errors = row["extra_info"]["errors"]
+        assert errors["d_hidden"] == pytest.approx(2e-4, rel=0.1) == errors["step"]
+        assert re.search(r"2\.0e-04 above 1e-04: .*d_hidden, d_weight, step", text)
 
 
-def test_the_suite_that_measures_nothing_sees_a_wrong_gradient(tmp_path):
-    (tmp_path / "damages.py").write_text(WRONG)
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "PYTEST_PLUGINS": "damages"}
-    process, rows = suite(tmp_path, "dense and ours", "--benchmark-disable", **env)
-    assert not rows and "1 failed, 1 passed" in process.stdout, process.stdout
-    assert re.search(r"'d_hidden': (1\.9|2\.0)", process.stdout), process.stdout
+def test_workloads_are_like_a_language_model_s():
+    """Entropy, tail and peak of the demo model's own samples; padding, tools, equal rewards."""
+    text = profile(make("dense", (512, 20_011, 192)))
+    entropy, words, below = (float(re.search(p, text)[1]) for p in (
+        r"entropy ([\d.]+)", r"; (\d+) tokens per row", r"2\^-12, ([\d.]+) of",
+    ))  # fmt: skip
+    assert 2 < entropy < 4 and 80 < words < 250 and below < 0.12
+    w = make("rollout", (8192, 500, 16))
+    assert 0.3 < 1 - w.tokens / w.targets.numel() < 0.5
+    assert 0.3 < (w.advantages == 0).float().mean() < 0.7
+    holes = (w.mask.int().diff(dim=1) == 1).any(1)
+    assert 0 < holes.sum() < len(holes) / 2
+    w = make("nucleus", (256, 500, 16)).sequences(torch.tensor([2, 0])).first(5)
+    assert one_pass(w).item() == pytest.approx(eager(w).item(), abs=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch < 2.13")
+def test_torch_s_chunked_head_is_chunked():
+    """No product has all rows of logits, and the loss and its gradients are eager's."""
+    w = measure.with_grad(make("dense", (1024, 500, 16)))
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        loss = measure.step(torch_chunked, w)
+    products = [x.input_shapes for x in profiler.events() if x.name in ("aten::mm", "aten::addmm")]
+    assert not any(shape and shape[0] == 1024 for shapes in products for shape in shapes)
+    got, expected = measure.gradient_norms(w), measure.step(eager, measure.with_grad(w))
+    assert loss == pytest.approx(expected.item(), abs=1e-5)
+    assert got == pytest.approx(measure.gradient_norms(w), rel=1e-4)
 
 
 def test_peak_memory_sees_what_comes_and_goes():
-    with PeakMemory(torch.device("cpu")) as memory:
+    with measure.PeakMemory(torch.device("cpu")) as memory:
         torch.ones(200 << 18).sum()
     if memory.extra_bytes is None:
         pytest.skip("this system does not tell")
@@ -249,13 +158,81 @@ def test_peak_memory_sees_what_comes_and_goes():
 @pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="needs the extra 'peers'")
 def test_updates_of_trl_are_timed_where_gradients_agree(tmp_path):
     path = tmp_path / "updates.json"
-    options = ("--model", "tiny", "--equal", "50", "--rounds", "1", "--json", str(path))
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.trl_updates", *options], capture_output=True, text=True,
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0 and "WRONG" not in done.stdout, done.stderr
+    options = ("--model", "tiny", "--equal", "50", "--rounds", "1", "--json", path)
+    assert "WRONG" not in command("benchmarks.trl_updates", *options)
     steps = {row["contender"]: row["steps"][0] for row in json.loads(path.read_text())["rows"]}
     theirs, mine, ordered, skipped = (step["tokens"] for step in steps.values())
     assert theirs == mine > ordered > 1.5 * skipped
     assert len({round(step["grad_norm"], 4) for step in steps.values()}) == 1
+
+
+def test_the_cost_model_prints_its_page_and_how_far_it_is_off():
+    page = (ROOT / "benchmarks/results/predicted.md").read_text()
+    shown = page.split(cost_model.BEGIN)[1].split(cost_model.END)[0]
+    assert command("benchmarks.cost_model") == shown, f"stale: run {cost_model.COMMAND}"
+    errors = sorted(abs(error) for _, _, error in cost_model.calibration())
+    assert errors[len(errors) // 2] <= 0.1 and errors[-1] <= 0.55
+    assert f"{errors[-1]:.0%} (worst)" in cost_model.error_of_the_model()
+
+
+def test_a_gpu_s_day_on_a_cpu(tmp_path):
+    """Parts of each kind from start to end, at tiny sizes."""
+    path, chosen = tmp_path / "day.json", ("call 4096 x 896", "gemms 896", "sweep", "kept", "exp_")
+    command("benchmarks.gpu_day", "--json", path, "--device", "cpu", "--parts", *chosen)
+    parts = json.loads(path.read_text())["parts"]
+    assert {part["status"] for part in parts.values()} == {"ok"}, parts
+    rows = {row["run"]: row for row in parts["call 4096 x 896"]["rows"] if "ms" in row}
+    assert {gpu_day.FLOOR, *gpu_day.OURS} == set(rows)
+    assert all(row["x"] > 0 and row["shape"] == [64, 200, 16] for row in rows.values())
+
+
+def test_a_wrong_result_of_the_day_has_no_time(monkeypatch):
+    right = gpu_day.run_of
+    factors = {"ours": [1, 1, 1.02], "ours, two passes": [1, -1, 1], "ours, scoring": [torch.nan]}
+
+    def off(day, w, name):
+        run, by = right(day, w, name), factors.get(name, [1, 1, 1])
+        return lambda: [x if x is None else f * x for f, x in zip(by, run(), strict=True)]
+
+    monkeypatch.setattr(gpu_day, "run_of", off)
+    rows = [*gpu_day.call(gpu_day.Day("cpu"), 64, 16)]
+    statuses = {row["run"]: row["status"] for row in rows if "status" in row}
+    assert statuses == {BASELINE: "right"} | dict.fromkeys(gpu_day.OURS[1:], "wrong")
+    assert [row["run"] for row in rows if "ms" in row] == [gpu_day.FLOOR, BASELINE]
+
+
+def ends_by(how):
+    """A part of the day that ends so after its first row."""
+
+    def run(day):
+        yield {"run": "before"}
+        how()
+
+    return run
+
+
+def raises(error):
+    raise error
+
+
+# A part, and the status that it ends with.
+FAILING = {
+    "raises": (lambda: raises(RuntimeError("CUDA error: an illegal access\nmore")),
+               "RuntimeError: CUDA error: an illegal access"),
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "its process ended, exit code -9"),
+    "memory": (lambda: raises(torch.OutOfMemoryError("of 1 TiB")), "out of memory"),
+    "absent": (lambda: raises(ImportError("No module named 'x'")), "not run: No module named 'x'"),
+    "hangs": (lambda: time.sleep(60), "out of time: more than 2 s"),
+    "quick": (lambda: None, "ok"),
+}  # fmt: skip
+
+
+def test_a_part_of_the_day_that_fails_ends_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "header", lambda device: {"device": device})
+    runs = [(name, ends_by(how), 2) for name, (how, _) in FAILING.items()]
+    done = gpu_day.run_all(runs, tmp_path / "day.json", "cpu", time.monotonic() + 60)
+    assert {name: part["status"] for name, part in done.items()} == {
+        name: status for name, (_, status) in FAILING.items()
+    }
+    assert all(part["rows"] == [{"run": "before"}] for part in done.values())
+    assert json.loads((tmp_path / "day.json").read_text())["parts"] == done

@@ -56,61 +56,36 @@ def test_table(tmp_path):
     assert table.strip().split("\n", 1)[1] in out.read_text()
 
 
-# id: (a report that finds something wrong, what it says)
+# A report that finds something wrong, and what it says.
 FAILURES = {
-    "uncovered": ("problems(['policy_loss'])", "sum_parts_kernel: no launch covered it"),
-    "no_fusion": (
-        "problems([replace(of['policy_loss'], fp_fusion=None)])",
+    "problems(['policy_loss'])": "sum_parts_kernel: no launch covered it",
+    "problems([replace(of['policy_loss'], fp_fusion=None)])":
         "policy_loss_kernel: a launch left to Triton whether products and sums are one instruction",
-    ),
-    "shared_memory": (
-        "problems(['logit_grads'], items=(report.ARCHITECTURES, 'sm_90', tiny_chip))",
+    "problems(['logit_grads'], items=(report.ARCHITECTURES, 'sm_90', tiny_chip))":
         "bytes of shared memory, of 0",
-    ),
-    "threads": (
-        "problems([replace(of['policy_loss'], num_warps=64)])",
+    "problems([replace(of['policy_loss'], num_warps=64)])":
         "policy_loss_kernel on sm_90: 2,048 threads per block, of 1,024",
-    ),
-    "spills": ("problems([replace(of['logit_grads'], maxnreg=24)])", "bytes of stack"),
+    "problems([replace(of['logit_grads'], maxnreg=24)])": "bytes of stack",
     # Loads of one element each.
-    "vectors": (
-        "problems(['token_stats'], names=(report, 'judged', without_vectors))",
+    "problems(['token_stats'], names=(report, 'judged', without_vectors))":
         "token_stats_kernel on sm_90: no vector loads",
-    ),
-    "sample": (
-        "problems(['token_stats', 'logit_grads'],"
-        " names=(report, 'sample', lambda launches: launches[:1]))",
+    "problems(['token_stats', 'logit_grads'], names=(report, 'sample', lambda x: x[:1]))":
         "logit_grads_kernel on sm_90: 0 registers in the sample",
-    ),
-    "budget": (
-        "problems(budget='one sweep', items=(sass.BUDGETS, 'one sweep', 1.0))",
+    "problems(budget='one sweep', items=(sass.BUDGETS, 'one sweep', 1.0))":
         "one sweep (token_stats_kernel): 9.",
-    ),
     # Two bf16 of each product.
-    "bytes_of_dots": (
-        "problems(budget='entry_dots', items=(sass.LOADED, 'entry_dots_kernel', 5))",
+    "problems(budget='entry_dots', items=(sass.LOADED, 'entry_dots_kernel', 5))":
         "entry_dots (entry_dots_kernel): logits that are not loaded in vectors, on sm_90",
-    ),
-    "barrier": (
-        "problems(budget='one sweep', names=(sass, 'innermost_loops', with_barriers))",
+    "problems(budget='one sweep', names=(sass, 'innermost_loops', with_barriers))":
         "one sweep (token_stats_kernel): 6 barriers and 0 shuffles in its loop, on sm_90",
-    ),
-    "hidden_nan": (
-        "[judged(0, 0, 'min.f32 %f1')] * (not judged(0, 0, 'max.NaN.f32 %f1'))", "hides NaN"
-    ),
+    "[judged(0, 0, 'min.f32 %f1')] * (not judged(0, 0, 'max.NaN.f32 %f1'))": "hides NaN",
     # Each of the selects that sm_75 has beside minima and maxima.
-    "hidden_nan_before_sm_80": (
-        "[min(judged(0, 0, old.replace(x, '')) for x in selects)] * (not judged(0, 0, old))",
+    "[min(judged(0, 0, old.replace(x, '')) for x in selects)] * (not judged(0, 0, old))":
         "hides NaN",
-    ),
-    "stack": ("[judged(48, 0)]", "48 bytes of stack"),
-    "spills_in_a_loop": (
-        "[judged(8, 3)] * (not (judged(0, 0) or judged(16, 2)))", "3 times used in an innermost"
-    ),
-    "no_loop": (
-        "problems(budgeted={'one sweep': of['policy_loss']})",
+    "[judged(48, 0)]": "48 bytes of stack",
+    "[judged(8, 3)] * (not (judged(0, 0) or judged(16, 2)))": "3 times used in an innermost",
+    "problems(budgeted={'one sweep': of['policy_loss']})":
         "one sweep (policy_loss_kernel): no loop found, on sm_90",
-    ),
 }  # fmt: skip
 FINDING = """
 import json, re
@@ -144,17 +119,16 @@ def problems(launches=(), budget=None, budgeted=None, names=None, items=None):
             stack.enter_context(mock.patch.dict(items[0], {items[1]: items[2]}))
         return report.report(["sm_90"], launches, in_full=True)[1]
 
-print(json.dumps({name: eval(code) for name, code in json.loads(sys.argv[1]).items()}))
+print(json.dumps([eval(code) for code in json.loads(sys.argv[1])]))
 sys.exit(0)
 """
 
 
 def test_finds():
     """The problems of each report, all from one process: some thirty builds."""
-    codes = json.dumps({name: code for name, (code, _) in FAILURES.items()})
-    problems = json.loads(run(FINDING, codes))
-    for failure, (_, expected) in FAILURES.items():
-        assert expected in "\n".join(problems[failure]), failure
+    found = json.loads(run(FINDING, json.dumps([*FAILURES])))
+    for problems, (code, expected) in zip(found, FAILURES.items(), strict=True):
+        assert expected in "\n".join(problems), code
     errors = run(
         "few[:] = [of['policy_loss']]\nsass.budgeted = lambda half: {}", "--arch", "sm_90", status=1
     )
@@ -173,7 +147,7 @@ SASS = """
         /*0080*/  BRA.U UP0, 0x20 ;
         /*0090*/  @!P5 BRA 0x10 ?trans6 ;
         /*00a0*/  EXIT ;
-        /*00b0*/  CALL.REL.NOINC 0x4e70 ;         /* threads that have parted, which go back */
+        /*00b0*/  CALL.REL.NOINC 0x4e70 ;         /* threads that have parted */
         /*00c0*/  BRA 0x60 ;
         /*00d0*/  BRA 0xd0;
 """
