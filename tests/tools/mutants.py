@@ -56,7 +56,8 @@ def first_failure(runs: list[tuple[str, ...]], damage: Damage | None = None) -> 
             (tree / "grpo_kernels" / damage.path).write_text(damaged(damage))
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
         for run in runs:
-            done = subprocess.run([*PYTEST, *run], cwd=tree, env=env, capture_output=True, text=True)
+            command = [*PYTEST, *run]
+            done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
             if done.returncode == 1:
                 first = re.search(r"^(?:FAILED|ERROR) tests/([^\s\[]+)", done.stdout, re.M)
                 return first[1] if first else "?"
@@ -74,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     damages = KERNEL_DAMAGES if args.kernels else DAMAGES
     chosen = [damage for damage in damages if args.only in str(damage)]
     named = {x: [f"tests/{name}.py" for name in x.tests] for x in chosen}
-    undamaged = (*PTX, *sorted({*sum(named.values(), [])})) if args.kernels else FAST
+    every = sorted({name for names in named.values() for name in names})
+    undamaged = [*PTX, *every] if args.kernels else FAST
     # Tests that never pass would see everything.
     if failure := first_failure([("not slow", "-n", str(args.workers), *undamaged)]):
         print(f"The tests fail without any damage: {failure}")

@@ -70,7 +70,9 @@ def test_head_prints_times_of_what_is_right(tmp_path, wrong):
     good = {x["name"]: x for x in json.loads(path.read_text())["rows"] if x["status"] == "ok"}
     assert good.keys() >= {BASELINE, *OURS}
     assert all(len(x["seconds"]) == 2 for x in good.values())
-    code = "import damages\nfrom benchmarks import head\nif __name__ == '__main__':\n    head.main()"
+    code = (
+        "import damages\nfrom benchmarks.head import main\nif __name__ == '__main__':\n    main()"
+    )
     (tmp_path / "wrong_head.py").write_text(code)
     options = (*TINY, "--workload", "dense", "--rounds", "1", "--peers")
     text = command("wrong_head", *options, status=1, **wrong)

@@ -27,8 +27,7 @@ HOSTILE = (
     "</pre></td></table></body><script src='/src'></script>",
     "<img src='/image' onerror=\"document.title='TAKEN'\">",
     "<svg onload=\"fetch('/svg')\"><use href='/use#a'/></svg>",
-    "<style>@import url('/style'); body { background: url('/background') }</style>",
-    "<meta http-equiv='refresh' content='0;url=/meta'>",
+    "<style>@import url('/style')</style><meta http-equiv='refresh' content='0;url=/meta'>",
     '" onmouseover="fetch(\'/attribute\')" style="background:url(/inline)',
     '<a href="javascript:alert()" autofocus onfocus="document.title=\'TAKEN\'">x</a>',
     "--><![CDATA[<script>document.title='TAKEN'</script>]]><!--",
@@ -79,16 +78,17 @@ def test_a_page_has_texts_as_text_alone(tmp_path):
         assert structure_of_page(tmp_path, text) == expected, text
 
 
-LONG = 200_000
+LONG = 100_000
+NUMBERS = (
+    "1" * LONG, "1," * LONG, "9" * 4000 + "/" + "7" * 4000, "\u0663" * LONG, "(" * 900,
+    "2^" * 400 + "2", "10^10^10^10", "9**9**9**9", "factorial(10**9)",
+    "\\binom{10^9}{5\\cdot 10^8}", "\\sqrt{" * 120 + "2" + "}" * 120,
+)  # fmt: skip
 ADVERSARIAL = (
-    "<answer>" * LONG, "</answer>" * LONG, "<think>" * LONG + "<answer>1</answer>", "\x00" * LONG,
-    *(f"<answer>{text}</answer>" for text in (
-        "1" * LONG, "1," * LONG, "9" * 4000 + "/" + "7" * 4000, "\u0663" * LONG, "(" * 900,
-        "2^" * 400 + "2", "10^10^10^10", "9**9**9**9", "factorial(10**9)",
-        "\\binom{10^9}{5\\cdot 10^8}", "\\sqrt{" * 120 + "2" + "}" * 120,
-    )),
-    "<answer>" + " " * LONG, "<answer>-" + "\n" * LONG + "5</answer>", "<answer>\\frac{" * LONG,
-    "\\boxed{" * LONG, "\\boxed{" + "{" * LONG, "}" * LONG, "#### " * LONG, "-" * LONG,
+    *(f"<answer>{text}</answer>" for text in NUMBERS), "<think>" * LONG + "<answer>1</answer>",
+    "<answer>-" + "\n" * LONG + "5</answer>", "<answer>" + " " * LONG, "<answer>\\frac{" * LONG,
+    "\\boxed{" + "{" * LONG,
+    *(x * LONG for x in ("<answer>", "</answer>", "\x00", "\\boxed{", "}", "#### ", "-")),
 )  # fmt: skip
 
 
