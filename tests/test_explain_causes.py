@@ -87,7 +87,7 @@ class Planted:
 
 
 def merged(s):
-    """One sequence has the tokens of twelve."""
+    """Gives one sequence the tokens of twelve."""
     s.sequence = s.sequence.clamp(min=12)
     return s.set(s.sequence == 12, 0.4)
 
