@@ -72,8 +72,7 @@ METRICS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ce", (False, True), ids=("policy", "cross_entropy"))
-@pytest.mark.parametrize("layout", ("padded", "packed"))
+@pytest.mark.parametrize(("layout", "ce"), (("padded", False), ("packed", True)))
 @pytest.mark.parametrize("call", CALLS)
 def test_columns_add_up_to_the_call(call, layout, ce):
     """Loss and metrics are the call's, gradients by log-probs and entropy are float64's."""
