@@ -122,11 +122,19 @@ def parquet(path, **columns):
     return path
 
 
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+def part(text):
+    return {"type": "text" if text else "image", "text": text}
+
+
 def test_trl_completions_are_words_with_their_advantage(tmp_path):
-    chat = [[{"role": "user", "content": "1 + 1?"}], [{"role": "user", "content": "2?"}]]
-    answers = [[{"role": "assistant", "content": x}] for x in ("It is\n 2 ", "")]
     path = parquet(
-        tmp_path / "completions_00003.parquet", step=[3, 3], prompt=chat, completion=answers,
+        tmp_path / "completions_00003.parquet", step=[3, 3],
+        prompt=[[message("user", "1 + 1?")], [message("user", "2?")]],
+        completion=[[message("assistant", "It is\n 2 ")], [message("assistant", "")]],
         accuracy_reward=[1.0, 0.0], advantage=[0.7, -0.7],
     )  # fmt: skip
     result = read(path)
@@ -137,18 +145,14 @@ def test_trl_completions_are_words_with_their_advantage(tmp_path):
 
 
 def test_content_of_messages_in_parts_is_its_text(tmp_path):
-    def parts(*texts):
-        return [{"type": "text" if x else "image", "text": x} for x in texts]
-
+    prompt = [message("system", [part("Add.")])]
+    prompt += [message("user", [part(None), part("2 + "), part("3?")])]
     path = parquet(
-        tmp_path / "completions_00003.parquet", advantage=[0.7],
-        prompt=[[{"role": "system", "content": parts("Add.")},
-                 {"role": "user", "content": parts(None, "2 + ", "3?")}]],
-        completion=[[{"role": "assistant", "content": parts("It is 5.")}]],
+        tmp_path / "completions_00003.parquet", advantage=[0.7], prompt=[prompt],
+        completion=[[message("assistant", [part("It is 5.")])]],
     )  # fmt: skip
-    result = read(path)
-    assert result.sequences[0]["prompt"] == "Add.\n2 + 3?"
-    assert result.texts == [["It", " is", " 5."]]
+    assert read(path).sequences[0]["prompt"] == "Add.\n2 + 3?"
+    assert read(path).texts == [["It", " is", " 5."]]
 
 
 def test_several_rewards_of_trl_stay_apart(tmp_path):

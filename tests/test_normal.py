@@ -230,11 +230,6 @@ THREADS = {
         "0.0, 'frac_reward_zero_std': 1.0, 'clip_ratio/region_mean': 0.0, 'epoch': 0.33}",
         "kl_absent clip_zero groups_equal", "the log has no kl.",
     ),
-    "TRL #3452": (
-        "{'loss': 0.0, 'grad_norm': 0.08656957000494003, 'kl': 0.0005371240986278281}\n"
-        "{'loss': 0.0, 'grad_norm': 0.09666649252176285, 'kl': 0.0005386197401094251}",
-        "loss_zero", "",
-    ),
     "open-r1 #239": (
         "{'loss': 0.0, 'grad_norm': 1.673892617225647, 'kl': 0.00041866302490234375}\n"
         "{'loss': 0.0, 'grad_norm': 0.9771971106529236, 'kl': 0.0010107040405273437}\n"
@@ -299,21 +294,11 @@ THREADS = {
         '"grad_norm": 0.0, "entropy/mean": 0.55015859, "global_step/max_steps": "2/10000"}',
         "kl_absent clip_zero groups_equal truncated", "",
     ),
-    "ms-swift #4465": (
-        '{"loss": -0.03745745, "grad_norm": 0.00613374, "completions/clipped_ratio": 0.175, '
-        '"reward": 1.55, "reward_std": 0.21547005, "kl": NaN, "clip_ratio/region_mean": NaN}',
-        "loss_negative kl_absent", "",
-    ),
     "ms-swift #2280": (
         "{'loss': 2.0916357, 'grad_norm': 6.08488035, 'global_step/max_steps': '1/2046'}\n"
         "Train:   0%|    | 1/2046 [00:14<8:16:53, 14.58s/it][h264 @ 0x7fc648030400]\n"
         "{'loss': 2.0832541, 'grad_norm': nan, 'memory(GiB)': 65.89}",
         "gradient", "",
-    ),
-    "autocontext #1067": (
-        '{"completions/clipped_ratio": 1, "reward": 0, "reward_std": 0, "frac_reward_zero_std": 1, '
-        '"loss": 0, "grad_norm": 0}',
-        "kl_absent groups_equal truncated", "",
     ),
     "autocontext #1076": (
         '{"reward": 0.65, "held_out_accuracy": 0.63}\n{"reward": 0.7}\n'

@@ -18,8 +18,6 @@ from benchmarks.contenders import BASELINE, OURS, eager, one_pass, torch_chunked
 from benchmarks.workloads import make, profile
 
 ROOT = Path(__file__).parents[2]
-TINY = ("--device", "cpu", "--shapes", "512,500,16")
-ALONE = ("--rounds", "1", "--peers")  # without any peer
 
 
 def command(*args, status=0, **env):
@@ -65,18 +63,19 @@ def wrong(tmp_path):
 
 
 def test_head_prints_times_of_what_is_right(tmp_path, wrong):
+    """A peer that is wrong has its errors beside its time; ours has none, and the run fails."""
     path = tmp_path / "head.json"
-    command("benchmarks.head", *TINY, "--workload", "rollout", *ALONE, "--json", path)
-    good = {x["name"]: x for x in json.loads(path.read_text())["rows"] if x["status"] == "ok"}
-    assert good.keys() >= {BASELINE, *OURS}
-    assert all(len(x["seconds"]) == 1 for x in good.values())
     code = (
         "import damages\nfrom benchmarks.head import main\nif __name__ == '__main__':\n    main()"
     )
     (tmp_path / "wrong_head.py").write_text(code)
-    text = command("wrong_head", *TINY, "--workload", "dense", *ALONE, status=1, **wrong)
+    options = ("--device", "cpu", "--workload", "dense", "--shapes", "512,500,16", "--rounds", "1")
+    text = command("wrong_head", *options, "--peers", "--json", path, status=1, **wrong)
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert {name for name, row in rows.items() if "seconds" in row} == rows.keys() - {OURS[0]}
+    assert rows[OURS[1]]["status"] == "ok" and rows[OURS[1]]["d_hidden"] < 1e-4
+    assert rows[OURS[1]]["extra_bytes"] > 0
     assert f"failed: {OURS[0]}" in text and re.search(rf"{OURS[0]} +wrong", text)
-    # A peer that is wrong has its errors beside its time.
     assert re.search(rf"{BASELINE} .*2\.0e-04.* wrong", text)
 
 
