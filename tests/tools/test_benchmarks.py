@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cost_model, gpu_day, measure
+from benchmarks import checks, cost_model, gpu_day, measure
 from benchmarks.contenders import BASELINE, OURS, eager, one_pass, torch_chunked
 from benchmarks.workloads import make, profile
 
@@ -77,6 +77,14 @@ def test_head_prints_times_of_what_is_right(tmp_path, wrong):
     assert rows[OURS[1]]["extra_bytes"] > 0
     assert f"failed: {OURS[0]}" in text and re.search(rf"{OURS[0]} +wrong", text)
     assert re.search(rf"{BASELINE} .*2\.0e-04.* wrong", text)
+
+
+def test_nan_is_wrong_and_an_error_is_a_line():
+    nan = float("nan")
+    assert not checks.right([nan], torch.float32)
+    assert not checks.right([checks.step_error([1.0, nan], [1.0, 1.0])], torch.float32)
+    error = RuntimeError("no such kernel\nand more")
+    assert measure.reason(error) == "RuntimeError: no such kernel"
 
 
 def suite(folder, chosen, *more, status=0, **env):
