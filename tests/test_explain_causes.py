@@ -107,6 +107,16 @@ def rare_ids(s):
     return s.set(at, sampler_gap=1.0)
 
 
+def kl_of_few(s):
+    s.set(s.ends, kl=math.nan)  # as where no reference scored it
+    return s.set(s.few(1), kl=3e4)
+
+
+def large_reward(s):
+    s.set(s.all, advantage=0.1 * s.columns["advantage"])
+    return s.set(s.of(20), 0.4, advantage=4.0)
+
+
 def cut_short(s, share=0.6):
     s.fact("truncated", [i % 3 > 0 for i in range(B)])
     return s.set(s.sequence % 3 > 0, share)
@@ -118,7 +128,7 @@ PLANTED = {
               "the ratio of 6 tokens is above 2, and no clip bounds it", "share ratio"),
     "kl": (lambda s: s.set(s.few(3), 0.3, kl_loss=2e-3, kl=2e4), "kl",
            "outweighs the policy term", "times"),
-    "kl_of_few": (lambda s: s.set(s.few(1), kl=3e4), "kl", "1 token with", "mean_kl"),
+    "kl_of_few": (kl_of_few, "kl", "1 token with", "mean_kl"),
     "kl_all_over": (lambda s: s.set(s.all, kl_loss=2 * (x := s.columns["loss"].abs()), loss=3 * x),
                     "kl", "spread over many tokens", "kl"),
     "short": (lambda s: s.set(s.of(3, 20) & (s.position == 0), 0.4, weight=1.0), "length",
@@ -141,7 +151,7 @@ PLANTED = {
     "prompt_in_mask": (lambda s: s.set((s.sequence % 4 == 0) & (s.position < 15), logp=-17.0),
                        "unsampled", "text of a prompt, a template or a tool", "tokens"),
     "banned": (lambda s: s.set(s.few(1), logp=-40.0), "unsampled", "", "surprise"),
-    "large_reward": (lambda s: s.set(s.of(20), 0.4, advantage=40.0), "advantage",
+    "large_reward": (large_reward, "advantage",
                      "the advantage of 1 sequence is over 10 times the median one", ""),
     "collapse": (lambda s: s.set(s.all, entropy=0.004, logp=-0.004), "entropy", "", "entropy"),
     "truncated": (cut_short, "truncated", "with 60 % of the gradient", "truncated"),
@@ -234,6 +244,8 @@ def test_a_clip_that_leaves_the_gradient_takes_none():
     step = Planted(0)
     step.set(step.all, clip=1.0)
     assert not rank(step.explanation())
+    step.set(step.all, clip=math.nan, gradient=0.0)  # nor does one that is not known
+    assert not rank(step.explanation())
 
 
 def test_columns_that_a_file_may_lack():
@@ -246,6 +258,9 @@ def test_columns_that_a_file_may_lack():
         names = {x.name for x in rank(replace(whole, columns=columns))}
         assert names == (set() if missing == "sampler_gap" else {"sampler"})
     assert rank(replace(whole, columns={})) == []
+    PLANTED["ratio"][0](step := Planted(0))
+    del step.columns["clip"]
+    assert rank(step.explanation())[0].name == "ratio"
 
 
 def explained(logps, advantages, mask=None, *, groups=None, **options):
