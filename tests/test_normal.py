@@ -140,6 +140,7 @@ EDGES = (
     (log({"min_p": 0.1, "replay_support": True}, reward=0.5), "support_missing"),
     (log({"top_k": 9, "replay_support": True}, reward=0.5), "support_missing"),
     (log({"top_k": 9, "replay_support": False}, reward=0.5), ""),
+    (log({"top_p": 1.0, "replay_support": True}, reward=0.5), ""),
 )  # fmt: skip
 
 
