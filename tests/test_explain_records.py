@@ -38,81 +38,19 @@ def test_a_file_has_all_but_the_causes(tmp_path, changes):
     assert actual.loss == pytest.approx(expected.loss)
 
 
-def test_a_row_is_strict_json(tmp_path):
+def test_rows_are_strict_json_and_some_of_them_are_a_file(tmp_path):
     path = tmp_path / "step.jsonl"
     write_jsonl(explanation(), path)
-    rows = [strict_json(x) for x in path.read_bytes().split(b"\n")[:-1]]
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows = [strict_json(x) for x in lines]
     assert [row["sequence"] for row in rows] == [0, 1, 2, 3] and path.read_bytes().isascii()
     largest = torch.finfo(torch.float32).max
     assert rows[0]["tokens"]["ratio"][:3] == [None, largest, -largest]
     assert rows[2]["loss_share"] is None and rows[3]["loss_share"] == largest
     assert rows[1]["prompt"] == HOSTILE and rows[2]["tokens"]["text"] == []
-
-
-def test_some_of_the_rows_are_a_file(tmp_path):
-    path = tmp_path / "step.jsonl"
-    write_jsonl(explanation(), path)
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1::2]))
-    part = read(path)
-    assert part.sequence.tolist() == [0, 0, 0, 1, 1]
-    assert [group["sequences"] for group in part.groups] == [[0], [1]]
-
-
-ROW = {"group": 0, "loss_share": 0.5, "tokens": {"position": [0, 1], "text": ["a", "b"]}}
-
-
-def changed(row=ROW, **changes):
-    return json.dumps(row | changes)
-
-
-def tokens(**changes):
-    return changed(tokens=ROW["tokens"] | changes)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    (
-        ('{"group": 0, "tok', "Unterminated string"),
-        ("", "Expecting value"),
-        ("\xff", "Expecting value"),
-        ("[" * 100_000, "recursion"),
-        ("[1]", r"expected an object; got \[1\]"),
-        (changed(tokens=None), "expected tokens: an object; got None"),
-        (changed(tokens={"loss": []}), r"expected tokens.position: a list; got \['loss'\]"),
-        (tokens(position=[0, True]), "expected tokens.position: whole numbers; got True"),
-        (tokens(position=[0, 2**63]), "expected tokens.position: whole numbers; got 922"),
-        (tokens(position=[0.5, 1]), "expected tokens.position: whole numbers; got 0.5"),
-        (tokens(text=["a"]), r"expected tokens.text: 2 texts; got \['a'\]"),
-        (tokens(text=["a", None]), "expected tokens.text: texts; got None"),
-        (tokens(loss=[0.5, "1"]), "expected tokens.loss: numbers or null; got '1'"),
-        (tokens(loss=[0.5, 10**400]), "int too large"),
-        (tokens(loss="ab"), "expected tokens.loss: 2 numbers or null; got 'ab'"),
-        (changed({"tokens": ROW["tokens"]}), "expected group: a whole number or null; got 'none'"),
-        (changed(group=True), "expected group: a whole number or null; got True"),
-        (changed(reward="x" * 500), r"expected reward: numbers or null; got 'x{99}\.\.\."),
-        (changed(loss_share=[1]), r"expected loss_share: numbers or null; got \[1\]"),
-        (changed(truncated="yes"), "expected truncated: numbers or null; got 'yes'"),
-        (tokens(gradient_share=[0.5, 0.5]), "expected gradient_share: a number, the sum of the"),
-        (
-            tokens(loss=[0, 1]),
-            r"with the columns of the first row, \['position', 'text'\]; got \['pos",
-        ),
-        ('{"trainer_logprobs": 1}', "expected trainer_logprobs: a list; got 1"),
-        ('{"trainer_logprobs": [1], "token_ids": [1, 2]}', "expected token_ids: 1 whole numbers"),
-    ),
-)
-def test_a_broken_row_is_named(tmp_path, line, message):
-    path = tmp_path / "step.jsonl"
-    path.write_text(f"{json.dumps(ROW)}\n{line}\n{json.dumps(ROW)}\n")
-    with pytest.raises(ValueError, match=f"step.jsonl, line 2: .*{message}"):
-        read(path)
-
-
-def test_a_file_without_rows_is_refused(tmp_path):
-    for path in (tmp_path / "step.jsonl", tmp_path / "folder"):
-        path.touch() if path.suffix else path.mkdir()
-        with pytest.raises(ValueError, match=f"{path.name}: expected a row per sequence; got none"):
-            read(path)
+    path.write_bytes(b"".join(lines[1::2]))
+    assert read(path).sequence.tolist() == [0, 0, 0, 1, 1]
+    assert [group["sequences"] for group in read(path).groups] == [[0], [1]]
 
 
 def prime_rl(first_id=7, mask=(False, True, False, True), **changes):
@@ -150,30 +88,19 @@ def test_prime_rl_exports_have_their_trained_tokens(tmp_path):
         torch.testing.assert_close(one.columns[name], torch.tensor(values * 2))
 
 
-def test_files_of_two_kinds_are_refused(tmp_path):
-    (tmp_path / "rank_0.jsonl").write_text(prime_rl())
-    write_jsonl(explanation(), tmp_path / "rank_1.jsonl")
-    with pytest.raises(
-        ValueError, match=r"rank_1\.jsonl, line 1: expected tokens with the columns"
-    ):
-        read(tmp_path)
-
-
-def test_tokens_that_prime_rl_masks_are_a_cause(tmp_path):
+@pytest.mark.parametrize(("masked", "causes"), ((0.5, ["importance_weight"]), (0.1, [])))
+def test_tokens_that_prime_rl_masks_are_a_cause(masked, causes, tmp_path):
     """Half of the tokens of each sequence are out of its trust region; a tenth is no news."""
-    path = tmp_path / "rank_0.jsonl"
-    for masked, causes in (([True, False], ["importance_weight"]), ([True] + [False] * 9, [])):
-        columns = {
-            "token_ids": [*range(21)],
-            "loss_mask": [False] + [True] * 20,
-            "is_masked": [False, *masked * (20 // len(masked))],
-        }
-        columns |= {"trainer_logprobs": [-1.0] * 21, "inference_logprobs": [-1.5] * 21,
-                    "entropy": [1.0] * 21, "rewards": [1.0] * 21}  # fmt: skip
-        rows = [{**columns, "advantages": [a] * 21} for a in (0.5, -0.5)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert [cause.name for cause in command.rank(read(path))] == causes
-        assert not causes or "masks drop 50 % of the tokens" in command.rank(read(path))[0].text
+    mask, constants = [i < 20 * masked for i in range(20)], {"entropy": 1.0, "rewards": 1.0}
+    constants |= {"trainer_logprobs": -1.0, "inference_logprobs": -1.5}
+    columns = {name: [x] * 21 for name, x in constants.items()}
+    columns |= {"token_ids": [*range(21)], "loss_mask": [False] + [True] * 20}
+    columns |= {"is_masked": [False, *mask]}
+    rows = [json.dumps({**columns, "advantages": [a] * 21}) for a in (0.5, -0.5)]
+    (path := tmp_path / "rank_0.jsonl").write_text("\n".join(rows))
+    found = command.rank(read(path))
+    assert [cause.name for cause in found] == causes
+    assert all("masks drop 50 % of the tokens" in cause.text for cause in found)
 
 
 def test_prime_rl_columns_that_a_loss_lacks_have_no_numbers(tmp_path):
@@ -195,11 +122,19 @@ def parquet(path, **columns):
     return path
 
 
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+def part(text):
+    return {"type": "text" if text else "image", "text": text}
+
+
 def test_trl_completions_are_words_with_their_advantage(tmp_path):
-    chat = [[{"role": "user", "content": "1 + 1?"}], [{"role": "user", "content": "2?"}]]
-    answers = [[{"role": "assistant", "content": x}] for x in ("It is\n 2 ", "")]
     path = parquet(
-        tmp_path / "completions_00003.parquet", step=[3, 3], prompt=chat, completion=answers,
+        tmp_path / "completions_00003.parquet", step=[3, 3],
+        prompt=[[message("user", "1 + 1?")], [message("user", "2?")]],
+        completion=[[message("assistant", "It is\n 2 ")], [message("assistant", "")]],
         accuracy_reward=[1.0, 0.0], advantage=[0.7, -0.7],
     )  # fmt: skip
     result = read(path)
@@ -210,33 +145,14 @@ def test_trl_completions_are_words_with_their_advantage(tmp_path):
 
 
 def test_content_of_messages_in_parts_is_its_text(tmp_path):
-    def parts(*texts):
-        return [{"type": "text" if x else "image", "text": x} for x in texts]
-
+    prompt = [message("system", [part("Add.")])]
+    prompt += [message("user", [part(None), part("2 + "), part("3?")])]
     path = parquet(
-        tmp_path / "completions_00003.parquet", advantage=[0.7],
-        prompt=[[{"role": "system", "content": parts("Add.")},
-                 {"role": "user", "content": parts(None, "2 + ", "3?")}]],
-        completion=[[{"role": "assistant", "content": parts("It is 5.")}]],
+        tmp_path / "completions_00003.parquet", advantage=[0.7], prompt=[prompt],
+        completion=[[message("assistant", [part("It is 5.")])]],
     )  # fmt: skip
-    result = read(path)
-    assert result.sequences[0]["prompt"] == "Add.\n2 + 3?"
-    assert result.texts == [["It", " is", " 5."]]
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    (
-        ({"completion": [None]}, "expected completion: a text or messages; got None"),
-        ({"prompt": [[1]]}, r"expected prompt: a text or messages; got \[1\]"),
-        ({"advantage": ["high"]}, "expected advantage: numbers or null; got 'high'"),
-    ),
-)
-def test_a_row_of_trl_that_is_broken_is_named(tmp_path, columns, message):
-    good = {"prompt": ["p"], "completion": ["c"], "advantage": [None]}
-    path = parquet(tmp_path / "completions_1.parquet", **good | columns)
-    with pytest.raises(ValueError, match=rf"completions_1\.parquet, row 1: {message}"):
-        read(path)
+    assert read(path).sequences[0]["prompt"] == "Add.\n2 + 3?"
+    assert read(path).texts == [["It", " is", " 5."]]
 
 
 def test_several_rewards_of_trl_stay_apart(tmp_path):
@@ -247,15 +163,6 @@ def test_several_rewards_of_trl_stay_apart(tmp_path):
     first, second = read(path).sequences
     assert first["group"] == second["group"] == 0 and "reward" not in first
     assert (first["right"], first["form"]) == (1.0, 0.5) and math.isnan(second["right"])
-
-
-def test_a_parquet_file_of_something_else_is_named(tmp_path):
-    path = parquet(tmp_path / "other.parquet", prompt=["p"], completion=["c"])
-    with pytest.raises(ValueError, match=r"other\.parquet, row 1: expected a column advantage"):
-        read(path)
-    path.write_bytes(b"no parquet")
-    with pytest.raises(ValueError, match=r"other\.parquet: .*[Pp]arquet"):
-        read(path)
 
 
 def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path, monkeypatch):
@@ -305,22 +212,3 @@ def test_the_command_decodes_ids(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=tokenizers))
     command.main([str(path), "--tokenizer", "some/model", "--output", str(page)])
     assert '"texts":[["(8)","(10)"]]' in page.read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    (
-        (["missing.jsonl"], "No such file"),
-        (["words.jsonl", "--output", "words.jsonl"], "--output: expected another file than PATH"),
-        (["broken.jsonl"], "broken.jsonl, line 2: expected tokens: an object; got None"),
-        (["words.jsonl", "--tokenizer", "x"], "--tokenizer: expected a file with token ids"),
-        (["words.jsonl", "--output", "no/folder.html"], "No such file"),
-    ),
-)
-def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.jsonl").write_text(json.dumps(ROW) + "\n{}\n")
-    (tmp_path / "words.jsonl").write_text(json.dumps(ROW) + "\n")
-    with pytest.raises(SystemExit):
-        command.main(arguments)
-    assert message in capsys.readouterr().err

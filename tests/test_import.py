@@ -55,23 +55,6 @@ def test_exact_calls_on_a_cpu_load_nothing_else():
     assert not [x for x in loaded.split() if OPTIONAL.search(x.removeprefix("grpo_kernels"))]
 
 
-WITHOUT_PEERS = """
-import sys
-names = "transformers", "accelerate", "datasets", "peft", "trl", "liger_kernel"
-sys.modules |= dict.fromkeys(names)
-import grpo_kernels.integrations.liger, grpo_kernels.integrations.verl, grpo_kernels.doctor
-try:
-    import grpo_kernels.integrations.transformers
-except ImportError as error:
-    print(error)
-"""
-
-
-def test_without_the_peers_integrations_say_what_to_install():
-    (error,) = python(WITHOUT_PEERS)
-    assert "pip install 'transformers>=5.0'" in error
-
-
 # A machine with macOS or Windows, as far as a Linux can be one: what is imported from here on finds
 # neither Triton nor what POSIX or Linux alone has. The standard library keeps what it has.
 ELSEWHERE = """
@@ -225,12 +208,16 @@ def imports_of(module, *, types=False):
     return ours, others
 
 
-def test_every_module_is_in_the_table_of_parts():
-    assert set(allowed_imports()) == {part_of(module) for module in FILES}
+def test_the_table_of_parts_has_every_module_and_keeps_loss_and_head_apart():
+    allowed = allowed_imports()
+    assert set(allowed) == {part_of(module) for module in FILES}
+    assert not allowed["loss"] & {"head"} and not allowed["head"] & {"loss"}
+    assert not (allowed["base"] | allowed["kernels"]) & {"loss", "head"}
 
 
 @pytest.mark.parametrize("module", FILES)
 def test_imports_what_its_part_may(module):
+    """In a room of the trainer also for type checkers alone, and inside of functions."""
     part = part_of(module)
     allowed = allowed_imports()[part]
     ours, others = imports_of(module)
@@ -238,25 +225,11 @@ def test_imports_what_its_part_may(module):
     if part not in WITH_EXTRAS:
         known = {"torch", *(["triton"] if part == "kernels" else []), *sys.stdlib_module_names}
         assert others <= known
-
-
-IN_ROOMS = [module for module in FILES if re.match(r"training\.\w+\.", module)]
-
-
-@pytest.mark.parametrize("module", IN_ROOMS)
-def test_imports_what_its_room_of_the_trainer_may(module):
-    """Also for type checkers alone, and inside of functions."""
-    allowed = allowed_imports("Rooms of the trainer")[module.split(".")[1]]
-    ours, _ = imports_of(module, types=True)
-    inside = {x.removeprefix("training.") for x in ours if part_of(x) == "training"}
-    assert [x for x in sorted(inside) if not {x, x.split(".")[0]} & allowed] == []
-
-
-def test_loss_and_head_never_import_each_other():
-    """Nor is it written in the table that they may."""
-    allowed = allowed_imports()
-    assert not allowed["loss"] & {"head"} and not allowed["head"] & {"loss"}
-    assert not (allowed["base"] | allowed["kernels"]) & {"loss", "head"}
+    if re.match(r"training\.\w+\.", module):
+        allowed = allowed_imports("Rooms of the trainer")[module.split(".")[1]]
+        ours, _ = imports_of(module, types=True)
+        inside = {x.removeprefix("training.") for x in ours if part_of(x) == "training"}
+        assert [x for x in sorted(inside) if not {x, x.split(".")[0]} & allowed] == []
 
 
 @pytest.mark.parametrize("part", ("", "training"))

@@ -4,26 +4,28 @@ import json
 import math
 import random
 import shutil
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-import grpo_kernels.explain
 from grpo_kernels.explain import __main__ as command
 from grpo_kernels.explain import exports, logs, rules
 from grpo_kernels.explain.rules import RULES, VERDICTS, WINDOW, Watch, verdicts
 
 ROOT = Path(__file__).parent.parent
 BF16 = {"dtype": "bf16", "learning_rate": 1e-6}
+RATIO, CLIPPED = "sampling/importance_sampling_ratio/mean", "clip_ratio/region_mean"
+GAP = "sampling/sampling_logp_difference/mean"
 
 
-def steps(**columns):
-    """Rows of steps from lists of values; a number stands for one that does not change."""
+def log(options=None, *, step=(), **columns):
+    """Rows of steps from lists of values, and options; a number is that of each step."""
     count = max((len(x) for x in columns.values() if isinstance(x, list)), default=8)
-    lists = {k: x if isinstance(x, list) else [x] * count for k, x in columns.items()}
-    return [{"step": i + 1, **{k: x[i] for k, x in lists.items()}} for i in range(count)]
+    full = {"RATIO": RATIO, "CLIPPED": CLIPPED}
+    lists = {full.get(k, k): x if isinstance(x, list) else [x] * count for k, x in columns.items()}
+    steps = step or range(1, count + 1)
+    rows = [{"step": steps[i], **{k: x[i] for k, x in lists.items()}} for i in range(count)]
+    return rows, options or {}
 
 
 def falling(start, end, count=30, at=10):
@@ -34,166 +36,117 @@ def falling(start, end, count=30, at=10):
 
 RISING = falling(0.2, 0.8)
 OVERFLOW = {"grad_norm": None, "loss_scale": 65536.0}
-# The sign, and a near miss: rows, and options of the run.
+KL = {"loss": [0.001, 0.004, 0.008], "kl": [0.025, 0.1, 0.2]}
+REPLAY = {"top_p": 0.9, "replay_support": True}
+# The sign of each rule, and a near miss.
 CASES = {
-    "loss_zero": (
-        (steps(loss=[0.0, -0.0, 1e-4], grad_norm=0.1), {}),
-        (steps(loss=0.0, grad_norm=0.0), {}),
-    ),
-    "loss_negative": ((steps(loss=[0.1, -0.1]), {}), (steps(loss=[0.1, -1e-4]), {})),
-    "loss_is_kl": (
-        (steps(loss=[0.001, 0.004, 0.008], kl=[0.025, 0.1, 0.2]), {"beta": 0.04}),
-        (steps(loss=[0.001, 0.004, 0.008], kl=[0.025, 0.1, 0.2]), {"beta": 0.1}),
-    ),
-    "kl_absent": (
-        (steps(loss=0.1, reward=0.5), {"beta": 0.0}),
-        (steps(loss=0.1, reward=0.5), {"beta": 0.04}),
-    ),
-    "kl_zero": ((steps(kl=[0.0] * WINDOW), {}), (steps(kl=[0.0] * 7 + [1e-9]), {})),
-    "kl_negative": ((steps(kl=[0.02, -0.01]), {}), (steps(kl=[0.02, 0.0]), {})),
-    "kl_below": ((steps(kl=[-0.2, 0.1, -0.3]), {}), (steps(kl=[-0.2, 0.1, 0.1]), {})),
-    "kl_large": (
-        (steps(kl=[1e-9, 0.5], kl_max=[9.0, 308.0]), {}),
-        (steps(kl=0.1, kl_max=10.0), {}),
-    ),
-    "entropy_learns": (
-        (steps(entropy=falling(1.0, 0.4), reward=RISING), {}),
-        (steps(entropy=falling(1.0, 0.6), reward=RISING), {}),
-    ),
-    "entropy_falls": (
-        (steps(entropy=falling(1.0, 0.4), reward=RISING[::-1]), {}),
-        (steps(entropy=falling(1.0, 0.4), reward=RISING), {}),
-    ),
-    "entropy_low": (
-        (steps(entropy=[2.0, *[0.04] * 5]), {}),
-        (steps(entropy=[0.1, *[0.04] * 5]), {}),
-    ),
-    "clip_zero": (
-        (steps(**{"clip_ratio/region_mean": 0.0}), {"minibatches": 1}),
-        (steps(**{"clip_ratio/region_mean": 0.0}), {"minibatches": 2}),
-    ),
-    "ratio_large": ((steps(ratio_max=[1.0, 55.0]), {}), (steps(ratio_max=9.0), {})),
-    "groups_equal": (
-        (steps(groups_equal=[0.5, *[1.0] * WINDOW, 0.5]), {}),
-        (steps(groups_equal=[0.5, *[1.0] * (WINDOW - 1), 0.5]), {}),
-    ),
-    "gradient": (
-        (steps(grad_norm=[0.1, math.nan]), {}),
-        ([{"step": 1, **OVERFLOW}, {"step": 2, "grad_norm": 0.1}], {}),
-    ),
-    "loss_scale": (
-        (steps(**OVERFLOW), {}),
-        (steps(**OVERFLOW, bad_updates=1), {}),
-    ),
-    "grad_zero": (
-        (steps(grad_norm=0.0, reward_std=0.4), {}),
-        (steps(grad_norm=0.0, reward_std=0.0), {}),
-    ),
-    "grad_spike": (
-        (steps(grad_norm=[0.3, 0.4, 0.3, 0.4, 0.3, 4.2]), {}),
-        (steps(grad_norm=[0.3, 0.4, 0.3, 0.4, 0.3, 1.4]), {}),
-    ),
-    "reward_hacking": (
-        (steps(reward=RISING, accuracy=RISING[::-1]), {}),
-        (steps(reward=RISING, accuracy=falling(0.5, 0.47)), {}),
-    ),
-    "truncated": (
-        (steps(truncated=0.97), {"max_completion_length": 256}),
-        (steps(truncated=0.9), {}),
-    ),
-    "gap_rounding": ((steps(sampler_gap=[0.02, 0.03]), {}), (steps(sampler_gap=0.2), {})),
-    "gap_product": (
-        (steps(**{"sampler_gap": 0.01, "sampling/importance_sampling_ratio/mean": 0.6}), {}),
-        (steps(**{"sampler_gap": 0.01, "sampling/importance_sampling_ratio/mean": 0.99}), {}),
-    ),
-    "gap_temperature": ((steps(sampler_gap=0.2), {}), (steps(sampler_gap=0.09), {})),
-    "gap_weights": (
-        (steps(sampler_gap=[0.02, 0.05, *[0.2] * 5]), {}),
-        (steps(sampler_gap=[0.02, *[0.06] * 5]), {}),
-    ),
-    "gap_tokens": (
-        (steps(sampler_gap=0.02, sampler_gap_max=14.0), {}),
-        (steps(sampler_gap=0.02, sampler_gap_max=3.0), {}),
-    ),
-    "bf16_weights": (
-        (steps(learning_rate=1e-6), BF16),
-        (steps(learning_rate=1e-6), BF16 | {"lora_rank": 8}),
-    ),
-    "answers_late": ((steps(answers_timed_out=2.0), {}), (steps(answers_timed_out=0.0), {})),
-    "support_missing": (
-        (steps(reward=0.5), {"top_p": 0.9, "replay_support": True}),
-        (steps(**{"reward": 0.5, "support/mean": 90.0}), {"top_p": 0.9, "replay_support": True}),
-    ),
+    "loss_zero": (log(loss=[0.0, -0.0, 1e-4], grad_norm=0.1), log(loss=0.0, grad_norm=0.0)),
+    "loss_negative": (log(loss=[0.1, -0.1]), log(loss=[0.1, -1e-4])),
+    "loss_is_kl": (log({"beta": 0.04}, **KL), log({"beta": 0.1}, **KL)),
+    "kl_absent": (log({"beta": 0.0}, loss=0.1, reward=0.5),
+                  log({"beta": 0.04}, loss=0.1, reward=0.5)),
+    "kl_zero": (log(kl=[0.0] * WINDOW), log(kl=[0.0] * 7 + [1e-9])),
+    "kl_negative": (log(kl=[0.02, -0.01]), log(kl=[0.02, 0.0])),
+    "kl_below": (log(kl=[-0.2, 0.1, -0.3]), log(kl=[-0.2, 0.1, 0.1])),
+    "kl_large": (log(kl=[1e-9, 0.5], kl_max=[9.0, 308.0]), log(kl=0.1, kl_max=10.0)),
+    "entropy_learns": (log(entropy=falling(1.0, 0.4), reward=RISING),
+                       log(entropy=falling(1.0, 0.6), reward=RISING)),
+    "entropy_falls": (log(entropy=falling(1.0, 0.4), reward=RISING[::-1]),
+                      log(entropy=falling(1.0, 0.4), reward=RISING)),
+    "entropy_low": (log(entropy=[2.0, *[0.04] * 5]), log(entropy=[0.1, *[0.04] * 5])),
+    "clip_zero": (log({"minibatches": 1}, CLIPPED=0.0), log({"minibatches": 2}, CLIPPED=0.0)),
+    "ratio_large": (log(ratio_max=[1.0, 55.0]), log(ratio_max=9.0)),
+    "groups_equal": (log(groups_equal=[0.5, *[1.0] * WINDOW, 0.5]),
+                     log(groups_equal=[0.5, *[1.0] * (WINDOW - 1), 0.5])),
+    "gradient": (log(grad_norm=[0.1, math.nan]),
+                 ([{"step": 1, **OVERFLOW}, {"step": 2, "grad_norm": 0.1}], {})),
+    "loss_scale": (log(**OVERFLOW), log(**OVERFLOW, bad_updates=1)),
+    "grad_zero": (log(grad_norm=0.0, reward_std=0.4), log(grad_norm=0.0, reward_std=0.0)),
+    "grad_spike": (log(grad_norm=[0.3, 0.4, 0.3, 0.4, 0.3, 4.2]),
+                   log(grad_norm=[0.3, 0.4, 0.3, 0.4, 0.3, 1.4])),
+    "reward_hacking": (log(reward=RISING, accuracy=RISING[::-1]),
+                       log(reward=RISING, accuracy=falling(0.5, 0.47))),
+    "truncated": (log({"max_completion_length": 256}, truncated=0.97), log(truncated=0.9)),
+    "gap_rounding": (log(sampler_gap=[0.02, 0.03]), log(sampler_gap=0.2)),
+    "gap_product": (log(sampler_gap=0.01, RATIO=0.6), log(sampler_gap=0.01, RATIO=0.99)),
+    "gap_temperature": (log(sampler_gap=0.2), log(sampler_gap=0.09)),
+    "gap_weights": (log(sampler_gap=[0.02, 0.05, *[0.2] * 5]),
+                    log(sampler_gap=[0.02, *[0.06] * 5])),
+    "gap_tokens": (log(sampler_gap=0.02, sampler_gap_max=14.0),
+                   log(sampler_gap=0.02, sampler_gap_max=3.0)),
+    "bf16_weights": (log(BF16, learning_rate=1e-6),
+                     log(BF16 | {"lora_rank": 8}, learning_rate=1e-6)),
+    "answers_late": (log(answers_timed_out=2.0), log(answers_timed_out=0.0)),
+    "support_missing": (log(REPLAY, reward=0.5), log(REPLAY, reward=0.5, **{"support/mean": 90.0})),
 }  # fmt: skip
 
 
-# More on either side of a limit: rows, options, and the rules that see something.
-RATIO = "sampling/importance_sampling_ratio/mean"
+# More on either side of a limit, and the rule that sees it.
 EDGES = (
-    (steps(loss=[5e-4], grad_norm=[1.0]), {"beta": 1}, "loss_zero"),
-    (steps(loss=[6e-4], grad_norm=[1.0]), {"beta": 1}, ""),
-    (steps(loss=0.0, grad_norm=[0.0, 1.0]), {"beta": 1}, "loss_zero"),
-    (steps(loss=[-6e-4, -6e-4, 0.0]), {"beta": 1}, "loss_negative"),
-    (steps(loss=[0.001, 0.004, 0.012], kl=[0.025, 0.1, 0.2]), {}, ""),
-    (steps(loss=[0.001, 0.006, 0.012], kl=[0.025, 0.1, 0.2]), {}, "loss_is_kl"),
-    (steps(loss=[0.004, 0.001], kl=[0.1, 0.0]), {}, ""),
-    (steps(kl=[-0.1, -0.1]), {}, "kl_negative"),
-    (steps(kl=[-0.11, -0.11]), {}, "kl_below"),
-    (steps(old_kl=[-0.001, 0.2]), {}, "kl_negative"),
-    (steps(kl=[0.1, 10.5, 3.0]), {}, "kl_large"),
-    (steps(entropy=0.04), {}, ""),
-    (steps(entropy=[0.3, 0.06]), {}, ""),
-    (steps(entropy=[0.3, *[0.06, 0.049, 0.04] * 2]), {}, "entropy_low"),
-    (steps(entropy=[0.3, *[0.06] * 5, 0.02]), {}, ""),
-    (steps(entropy=falling(1.0, 0.04, at=5), reward=RISING), {}, "entropy_low"),
-    ([{"step": 300, "entropy": 0.04}], {}, "entropy_low"),
-    ([{"step": 20, "entropy": 0.04}], {}, ""),
-    (steps(entropy=[1.0 - i / 200 for i in range(180)]), {}, ""),
-    (steps(entropy=[*[1.0] * 5, *[0.49] * 5]), {}, "entropy_falls"),
-    (steps(entropy=[*[1.0] * 5, *[0.49] * 4]), {}, ""),
-    ([{"step": 3 * i, "entropy": x} for i, x in enumerate(falling(1.0, 0.4))], {}, ""),
-    ([{"step": 10 * i, "entropy": x} for i, x in enumerate([1.0, 1.0, 0.6, 0.45])], {},
-     "entropy_falls"),
-    ([{"step": 10 * i, "entropy": x} for i, x in enumerate([1.0, 0.8, 0.6, 0.45])], {}, ""),
-    (steps(loss=0.8, entropy=0.9), {}, ""),
-    (steps(kl=[0.0] * (WINDOW - 1)), {}, ""),
-    (steps(**{"clip_ratio/region_mean": 0.0, "ratio_max": 2.5}), {}, ""),
-    (steps(**{"clip_ratio/region_mean": [0.0, 0.01]}), {}, ""),
-    (steps(**{"clip_ratio/region_mean": 0.0}), {"epochs_per_rollout": 2}, ""),
-    (steps(groups_equal=[1.0]), {}, "groups_equal"),
-    (steps(groups_equal=[1.0, 0.9]), {}, ""),
-    (steps(groups_equal=[0.0, 1.0, 1.0] * 20 + [1.0] * 5), {}, ""),
-    (steps(groups_equal=[0.0, 1.0, 1.0] * 20 + [1.0] * 30), {}, "groups_equal"),
-    (steps(grad_norm=[0.0, 0.1], reward_std=0.1), {}, ""),
-    (steps(reward=RISING, held_out_accuracy=falling(0.63, 0.58)), {}, "reward_hacking"),
-    (steps(reward=RISING, held_out_accuracy=[0.63, *[None] * 28, 0.6]), {}, ""),
-    (steps(reward=0.5, held_out_accuracy=falling(0.63, 0.5)), {}, ""),
-    (steps(reward=RISING[::3], held_out_accuracy=[0.6, 0.5, 0.66, 0.62, 0.5] * 2), {}, ""),
-    (steps(reward=[0.1, 0.5, 0.9], held_out_accuracy=[0.6, None, 0.5],
-           held_out_low=0.4, held_out_high=0.7), {}, ""),
-    (steps(reward=0.5, accuracy=RISING[::-1]), {}, ""),
-    (steps(reward=RISING, accuracy=[(0.9, 0.1)[i % 2] - i / 300 for i in range(30)]), {}, ""),
-    (steps(sampler_gap=[0.9]), {}, "gap_temperature"),
-    (steps(sampler_gap=[1.1]), {}, "gap_tokens"),
-    (steps(sampler_gap=[0.03, 0.11]), {}, "gap_rounding"),
-    (steps(sampler_gap=[0.035, *[0.12] * 5]), {}, ""),
-    (steps(**{"sampler_gap": 0.03, RATIO: 0.96}), {}, "gap_temperature"),
-    (steps(**{"sampler_gap": 0.03, RATIO: 0.85}), {}, "gap_product"),
-    (steps(sampler_gap=0.02, sampler_gap_max=[1.0, 14.0, 2.0]), {}, "gap_rounding"),
-    (steps(**{"sampler_gap": 0.03, RATIO: 0.98}), {}, "gap_rounding"),
-    (steps(learning_rate=[4.1e-5, 1e-6]), BF16, ""),
-    (steps(learning_rate=3.8e-5), BF16, "bf16_weights"),
-    (steps(learning_rate=3.8e-5), BF16 | {"weight_size": 0.01}, ""),
-    (steps(learning_rate=1e-6), {"dtype": "mixed"}, ""),
-    (steps(reward=0.5), {"min_p": 0.1, "replay_support": True}, "support_missing"),
-    (steps(reward=0.5), {"top_k": 9, "replay_support": True}, "support_missing"),
-    (steps(reward=0.5), {"top_k": 9, "replay_support": False}, ""),
+    (log({"beta": 1}, loss=[5e-4], grad_norm=[1.0]), "loss_zero"),
+    (log({"beta": 1}, loss=[6e-4], grad_norm=[1.0]), ""),
+    (log({"beta": 1}, loss=0.0, grad_norm=[0.0, 1.0]), "loss_zero"),
+    (log(loss=[-6e-4, -6e-4, 0.0]), "loss_negative"),
+    (log(loss=[0.001, 0.004, 0.012], kl=KL["kl"]), ""),
+    (log(loss=[0.001, 0.006, 0.012], kl=KL["kl"]), "loss_is_kl"),
+    (log(loss=[0.004, 0.001], kl=[0.1, 0.0]), ""),
+    (log(loss=0.8, entropy=0.9), ""),
+    (log(kl=[-0.1, -0.1]), "kl_negative"),
+    (log(kl=[-0.11, -0.11]), "kl_below"),
+    (log(old_kl=[-0.001, 0.2]), "kl_negative"),
+    (log(kl=[0.1, 10.5, 3.0]), "kl_large"),
+    (log(kl=[0.0] * (WINDOW - 1)), ""),
+    (log(entropy=0.04), ""),
+    (log(entropy=[0.3, 0.06]), ""),
+    (log(entropy=[0.3, *[0.06, 0.049, 0.04] * 2]), "entropy_low"),
+    (log(entropy=[0.3, *[0.06] * 5, 0.02]), ""),
+    (log(entropy=falling(1.0, 0.04, at=5), reward=RISING), "entropy_low"),
+    (log(step=[300], entropy=[0.04]), "entropy_low"),
+    (log(step=[20], entropy=[0.04]), ""),
+    (log(entropy=[1.0 - i / 200 for i in range(180)]), ""),
+    (log(entropy=[*[1.0] * 5, *[0.49] * 5]), "entropy_falls"),
+    (log(entropy=[*[1.0] * 5, *[0.49] * 4]), ""),
+    (log(step=range(0, 90, 3), entropy=falling(1.0, 0.4)), ""),
+    (log(step=range(0, 40, 10), entropy=[1.0, 1.0, 0.6, 0.45]), "entropy_falls"),
+    (log(step=range(0, 40, 10), entropy=[1.0, 0.8, 0.6, 0.45]), ""),
+    (log(CLIPPED=0.0, ratio_max=2.5), ""),
+    (log(CLIPPED=[0.0, 0.01]), ""),
+    (log({"epochs_per_rollout": 2}, CLIPPED=0.0), ""),
+    (log(groups_equal=[1.0]), "groups_equal"),
+    (log(groups_equal=[1.0, 0.9]), ""),
+    (log(groups_equal=[0.0, 1.0, 1.0] * 20 + [1.0] * 5), ""),
+    (log(groups_equal=[0.0, 1.0, 1.0] * 20 + [1.0] * 30), "groups_equal"),
+    (log(grad_norm=[0.0, 0.1], reward_std=0.1), ""),
+    (log(reward=RISING, held_out_accuracy=falling(0.63, 0.58)), "reward_hacking"),
+    (log(reward=RISING, held_out_accuracy=[0.63, *[None] * 28, 0.6]), ""),
+    (log(reward=0.5, held_out_accuracy=falling(0.63, 0.5)), ""),
+    (log(reward=RISING[::3], held_out_accuracy=[0.6, 0.5, 0.66, 0.62, 0.5] * 2), ""),
+    (log(reward=[0.1, 0.5, 0.9], held_out_accuracy=[0.6, None, 0.5],
+         held_out_low=0.4, held_out_high=0.7), ""),
+    (log(reward=0.5, accuracy=RISING[::-1]), ""),
+    (log(reward=RISING, accuracy=[(0.9, 0.1)[i % 2] - i / 300 for i in range(30)]), ""),
+    (log(sampler_gap=[0.9]), "gap_temperature"),
+    (log(sampler_gap=[1.1]), "gap_tokens"),
+    (log(sampler_gap=[0.03, 0.11]), "gap_rounding"),
+    (log(sampler_gap=[0.035, *[0.12] * 5]), ""),
+    (log(sampler_gap=0.03, RATIO=0.96), "gap_temperature"),
+    (log(sampler_gap=0.03, RATIO=0.85), "gap_product"),
+    (log(sampler_gap=0.03, RATIO=0.98), "gap_rounding"),
+    (log(sampler_gap=0.02, sampler_gap_max=[1.0, 14.0, 2.0]), "gap_rounding"),
+    (log(BF16, learning_rate=[4.1e-5, 1e-6]), ""),
+    (log(BF16, learning_rate=3.8e-5), "bf16_weights"),
+    (log(BF16 | {"weight_size": 0.01}, learning_rate=3.8e-5), ""),
+    (log({"dtype": "mixed"}, learning_rate=1e-6), ""),
+    (log({"min_p": 0.1, "replay_support": True}, reward=0.5), "support_missing"),
+    (log({"top_k": 9, "replay_support": True}, reward=0.5), "support_missing"),
+    (log({"top_k": 9, "replay_support": False}, reward=0.5), ""),
+    (log({"top_p": 1.0, "replay_support": True}, reward=0.5), ""),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "options", "expected"), EDGES)
-def test_limits_of_the_rules(rows, options, expected):
-    assert names(rows, options) == expected.split()
+@pytest.mark.parametrize(("case", "expected"), EDGES)
+def test_limits_of_the_rules(case, expected):
+    assert names(*case) == expected.split()
 
 
 def names(rows, options=None, *kinds):
@@ -245,7 +198,7 @@ def test_a_warning_has_the_numbers_and_the_remedy():
 
 def demo_runs():
     runs = json.loads((ROOT / "benchmarks/results/demo.json").read_text())["runs"]["exact"]
-    return [steps(**run, accuracy=run["right"]) for run in runs]
+    return [log(**run, accuracy=run["right"])[0] for run in runs]
 
 
 def test_clean_runs_have_nothing_to_look_at():
@@ -269,159 +222,109 @@ def test_clean_runs_have_nothing_to_look_at():
         assert not [x for row in rows for x in watch.after_step(row)]
 
 
-# Numbers that people posted, and what the rules say of them. A thread's sentences and tables are
-# rows here; the gaps of TRL #5815 and #7269 and the middle reward of autocontext #1076 are ours.
+# Numbers that people posted, in the form in which they came, and what the rules say of them. The
+# gaps of TRL #5815 and #7269 and the middle reward of autocontext #1076 are ours.
 THREADS = {
     "TRL #3857": (
-        "{'loss': 0.0, 'grad_norm': 0.0, 'learning_rate': 1.7050844078611056e-06, "
-        "'completions/mean_length': 701.8125, 'completions/clipped_ratio': 0.0, "
-        "'rewards/if_rewrite_reward/mean': -3.0, 'rewards/if_rewrite_reward/std': "
-        "5.080004692077637, 'reward': 3.0, 'reward_std': 0.0, 'frac_reward_zero_std': 1.0, "
-        "'clip_ratio/low_mean': 0.0, 'clip_ratio/region_mean': 0.0, 'epoch': 0.33}",
-        "kl_absent clip_zero groups_equal",
-    ),
-    "TRL #3452": (
-        "{'loss': 0.0, 'grad_norm': 0.08656957000494003, 'reward': 1.7171093285083772, "
-        "'reward_std': 0.5700982138514519, 'kl': 0.0005371240986278281, 'epoch': 0.31}\n"
-        "{'loss': 0.0, 'grad_norm': 0.09666649252176285, 'reward': 1.8844376266002656, "
-        "'reward_std': 0.7487143039703369, 'kl': 0.0005386197401094251, 'epoch': 0.33}",
-        "loss_zero",
+        "{'loss': 0.0, 'grad_norm': 0.0, 'learning_rate': 1.7050844078611056e-06, 'completions/"
+        "clipped_ratio': 0.0, 'rewards/if_rewrite_reward/mean': -3.0, 'reward': 3.0, 'reward_std': "
+        "0.0, 'frac_reward_zero_std': 1.0, 'clip_ratio/region_mean': 0.0, 'epoch': 0.33}",
+        "kl_absent clip_zero groups_equal", "the log has no kl.",
     ),
     "open-r1 #239": (
-        "{'loss': 0.0, 'grad_norm': 1.673892617225647, 'rewards/accuracy_reward': "
-        "0.6413265191018581, 'reward': 1.279911534488201, 'kl': 0.00041866302490234375}\n"
-        "{'loss': 0.0, 'grad_norm': 0.9771971106529236, 'rewards/accuracy_reward': "
-        "0.6280612092465162, 'reward': 1.2586214922368526, 'kl': 0.0010107040405273437}\n"
-        "{'loss': 0.0001, 'grad_norm': 0.4975500702857971, 'rewards/accuracy_reward': "
-        "0.7127550840377808, 'reward': 1.420384594798088}",
-        "loss_zero",
+        "{'loss': 0.0, 'grad_norm': 1.673892617225647, 'kl': 0.00041866302490234375}\n"
+        "{'loss': 0.0, 'grad_norm': 0.9771971106529236, 'kl': 0.0010107040405273437}\n"
+        "{'loss': 0.0001, 'grad_norm': 0.4975500702857971, 'reward': 1.420384594798088}",
+        "loss_zero", "loss is 0 to 0.0001, grad_norm is 0.498 to 1.67.",
+    ),
+    "open-r1 #255": (
+        "{'loss': 0.0, 'grad_norm': 0.79825, 'rewards/accuracy_reward': 0.15982143627479672, "
+        "'reward': 0.7114849153440446, 'kl': 0.0001536548137664795}\n"
+        "{'loss': 0.0002, 'grad_norm': 0.84816, 'rewards/accuracy_reward': 0.1178571494296193, "
+        "'reward': 0.6940873321145773, 'kl': 0.0039509057998657225}\n"
+        "{'loss': 0.0045, 'grad_norm': 1.89251, 'rewards/accuracy_reward': 0.06428571762517095, "
+        "'reward': 0.8866595663130283}",
+        "loss_zero", "",
     ),
     "train-deepseek-r1 #4": (
-        "{'loss': 0.0007, 'grad_norm': 3.265625, 'rewards/accuracy_reward': 0.5, 'reward': "
-        "1.386278110742569, 'kl': 0.017456819815561176}\n"
-        "{'loss': 0.0009, 'grad_norm': 3.65625, 'rewards/accuracy_reward': 0.5, 'reward': "
-        "1.4029145538806915, 'kl': 0.02297338340431452}",
-        "loss_is_kl",
+        "{'loss': 0.0007, 'grad_norm': 3.265625, 'kl': 0.017456819815561176}\n"
+        "{'loss': 0.0009, 'grad_norm': 3.65625, 'kl': 0.02297338340431452}",
+        "loss_is_kl", "loss is 0.04 times kl, up to 0.0009.",
     ),
     "unsloth #2291": (
-        "Step | Training Loss | reward | reward_std | completion_length | kl\n"
-        "-- | -- | -- | -- | -- | --\n"
-        "1 | 0.000000 | -17.250000 | 1.500000 | 445.500000 | 0.000000\n"
-        "9 | 0.000100 | -3.000000 | 1.732051 | 318.500000 | 0.001667\n"
-        "10 | 0.000100 | -11.500000 | 1.732051 | 313.500000 | 0.002300\n",
-        "loss_zero",
+        "Step | Training Loss | reward | reward_std | kl\n-- | -- | -- | -- | --\n"
+        "1 | 0.000000 | -17.250000 | 1.500000 | 0.000000\n"
+        "9 | 0.000100 | -3.000000 | 1.732051 | 0.001667\n"
+        "10 | 0.000100 | -11.500000 | 1.732051 | 0.002300\n",
+        "loss_zero", "",
     ),
     "open-r1 #704": (
         "Step | Training Loss | reward | reward_std | completions / clipped_ratio | kl | entropy\n"
         "1 | -0.283600 | 13.437500 | 21.810942 | 0.500000 | nan | 0\n"
         "2 | -0.149100 | 6.931818 | 14.526671 | 0.625000 | nan | No Log\n",
-        "loss_negative kl_absent",
+        "loss_negative kl_absent", "Training Loss is -0.284 to -0.149.",
     ),
-    "LlamaFactory #1833": ("{'kl': -1.50}", "kl_below"),
+    "LlamaFactory #1833": ("{'kl': -1.50}", "kl_below", ""),
     "torchforge #664": (
         '{"grpo_loss/kl_divergence_mean": 1568987.96, "grpo_loss/kl_divergence_max": '
         '6821680128.0, "grpo_loss/total_loss": 1.77}',
-        "kl_large",
+        "kl_large", "grpo_loss/kl_divergence_max is 6.82e+09 at step 1; one token has as much as "
+        "4,348 average ones.",
     ),
     "verl #7412": (
         "(TaskRunner pid=222265) step:34 - actor/entropy:0.22266578674316406 - "
         "actor/pg_clipfrac:0.0007935191160472839 - actor/ppo_kl:-8.163164312320433e-06 - "
-        "actor/kl_loss:0.0013280365410537343 - actor/loss:0.042398229241371155 - "
-        "actor/grad_norm:0.129638671875 - actor/lr:2e-06 - critic/rewards/mean:-0.018279662",
-        "kl_negative",
+        "actor/kl_loss:0.0013280365410537343 - actor/loss:0.042398229241371155 - actor/lr:2e-06",
+        "kl_negative", "actor/ppo_kl is -8.16e-06.",
     ),
     "Entropy-Mechanism-of-RL #21": (
         "step:4 - actor/pg_loss:0.025936965830624104 - actor/pg_clipfrac:0.0 - "
-        "actor/ppo_kl:0.010411410980547467 - actor/grad_norm:0.4913400746881962 - "
-        "val-core/omni-math/acc/mean@1:0.16129032258064516",
-        "kl_absent clip_zero",
+        "actor/ppo_kl:0.010411410980547467 - val-core/omni-math/acc/mean@1:0.16129032258064516",
+        "kl_absent clip_zero", "",
     ),
     "ms-swift #5571": (
         "'loss': -0.0, 'grad_norm': 0.0, 'learning_rate': 2.6e-07, 'reward': 0.34375, "
-        "'reward_std': 0.4397946, 'frac_reward_zero_std': 0.0, 'completions/clipped_ratio': 0.0, "
-        "'kl': 0.0, 'clip_ratio/region_mean': 0.0, 'global_step/max_steps': '5/3766'}",
-        "clip_zero grad_zero",
+        "'reward_std': 0.4397946, 'frac_reward_zero_std': 0.0, 'kl': 0.0, "
+        "'clip_ratio/region_mean': 0.0, 'global_step/max_steps': '5/3766'}",
+        "clip_zero grad_zero", "",
     ),
     "ms-swift #9261": (
-        '{"loss": 0.0, "grad_norm": 0.0, "completions/mean_length": 4096.0, '
-        '"completions/clipped_ratio": 1.0, "reward": 0.0, "reward_std": 0.0, '
-        '"frac_reward_zero_std": 1.0, "entropy/mean": 0.82074341, "clip_ratio/region_mean": 0.0, '
-        '"global_step/max_steps": "1/10000"}\n{"loss": 0.0, "grad_norm": 0.0, "entropy/mean": '
-        '0.55015859, "clip_ratio/region_mean": 0.0, "global_step/max_steps": "2/10000"}',
-        "kl_absent clip_zero groups_equal truncated",
-    ),
-    "ms-swift #4465": (
-        '{"loss": -0.03745745, "grad_norm": 0.00613374, "completions/clipped_ratio": 0.175, '
-        '"reward": 1.55, "reward_std": 0.21547005, "kl": NaN, "clip_ratio/region_mean": NaN}',
-        "loss_negative kl_absent",
+        '{"loss": 0.0, "grad_norm": 0.0, "completions/clipped_ratio": 1.0, "reward": 0.0, '
+        '"reward_std": 0.0, "frac_reward_zero_std": 1.0, "entropy/mean": 0.82074341, '
+        '"clip_ratio/region_mean": 0.0, "global_step/max_steps": "1/10000"}\n{"loss": 0.0, '
+        '"grad_norm": 0.0, "entropy/mean": 0.55015859, "global_step/max_steps": "2/10000"}',
+        "kl_absent clip_zero groups_equal truncated", "",
     ),
     "ms-swift #2280": (
         "{'loss': 2.0916357, 'grad_norm': 6.08488035, 'global_step/max_steps': '1/2046'}\n"
         "Train:   0%|    | 1/2046 [00:14<8:16:53, 14.58s/it][h264 @ 0x7fc648030400]\n"
         "{'loss': 2.0832541, 'grad_norm': nan, 'memory(GiB)': 65.89}",
-        "gradient",
-    ),
-    "autocontext #1067": (
-        '{"completions/mean_length": 256, "completions/clipped_ratio": 1, "reward": 0, '
-        '"reward_std": 0, "frac_reward_zero_std": 1, "loss": 0, "grad_norm": 0}',
-        "kl_absent groups_equal truncated",
-    ),
-    "open-r1 #255": (
-        "{'loss': 0.0, 'grad_norm': 0.7982587522423048, 'rewards/accuracy_reward': "
-        "0.15982143627479672, 'reward': 0.7114849153440446, 'kl': 0.0001536548137664795}\n"
-        "{'loss': 0.0002, 'grad_norm': 0.8481642609786243, 'rewards/accuracy_reward': "
-        "0.1178571494296193, 'reward': 0.6940873321145773, 'kl': 0.0039509057998657225}\n"
-        "{'loss': 0.0045, 'grad_norm': 1.8925111056766821, 'rewards/accuracy_reward': "
-        "0.06428571762517095, 'reward': 0.8866595663130283}",
-        "loss_zero",
+        "gradient", "",
     ),
     "autocontext #1076": (
         '{"reward": 0.65, "held_out_accuracy": 0.63}\n{"reward": 0.7}\n'
         '{"reward": 0.74, "held_out_accuracy": 0.58}',
-        "reward_hacking",
+        "reward_hacking", "reward went from 0.65 to 0.74, held_out_accuracy from 0.63 to 0.58.",
     ),
-    "TRL #4772": ('{"sampling/sampling_logp_difference/mean": 0.012}', "gap_rounding"),
+    "TRL #4772": (f'{{"{GAP}": 0.012}}', "gap_rounding", ""),
     "TRL #5815": (
-        '{"sampling/sampling_logp_difference/mean": 0.01, '
-        '"sampling/importance_sampling_ratio/mean": 0.569}',
-        "gap_product",
+        f'{{"{GAP}": 0.01, "{RATIO}": 0.569}}',
+        "gap_product", f"{GAP} was 0.01 nats at first, 0.01 at last; mean ratio 0.569.",
     ),
-    "TRL #6789": (
-        '{"sampling/sampling_logp_difference/mean": 0.105350, '
-        '"sampling/importance_sampling_ratio/mean": 0.9}',
-        "gap_temperature",
-    ),
-    "TRL #7269": (
-        '{"sampling/sampling_logp_difference/mean": 0.036, '
-        '"sampling/importance_sampling_ratio/mean": 0.965}',
-        "gap_temperature",
-    ),
-}
-
-
-SAID = {
-    "torchforge #664": "grpo_loss/kl_divergence_max is 6.82e+09 at step 1; one token has as "
-    "much as 4,348 average ones.",
-    "open-r1 #239": "loss is 0 to 0.0001, grad_norm is 0.498 to 1.67.",
-    "TRL #3857": "the log has no kl.",
-    "open-r1 #704": "Training Loss is -0.284 to -0.149.",
-    "train-deepseek-r1 #4": "loss is 0.04 times kl, up to 0.0009.",
-    "verl #7412": "actor/ppo_kl is -8.16e-06.",
-    "autocontext #1076": "reward went from 0.65 to 0.74, held_out_accuracy from 0.63 to 0.58.",
-    "TRL #5815": "sampling/sampling_logp_difference/mean was 0.01 nats at first, 0.01 at last; "
-    "mean ratio 0.569.",
-}
+    "TRL #6789": (f'{{"{GAP}": 0.105350, "{RATIO}": 0.9}}', "gap_temperature", ""),
+    "TRL #7269": (f'{{"{GAP}": 0.036, "{RATIO}": 0.965}}', "gap_temperature", ""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("thread", THREADS)
 def test_numbers_of_public_threads(tmp_path, thread):
-    text, expected = THREADS[thread]
+    text, expected, said = THREADS[thread]
     (path := tmp_path / "log.txt").write_text(text)
     found = verdicts(*logs.read(path))
     # The most urgent come first; the order of the table stays within a verdict.
     by_verdict = sorted(expected.split(), key=lambda x: [*VERDICTS].index(RULES[x].verdict))
     assert [x.rule.name for x in found] == by_verdict
-    assert SAID.get(thread, "") in " ".join(map(str, found))
+    assert said in " ".join(map(str, found))
 
 
 def state(rows, **more):
@@ -434,7 +337,7 @@ def state(rows, **more):
 
 TRL = {
     "loss": 0.1, "grad_norm": 0.3, "frac_reward_zero_std": 0.25, "entropy": 0.8, "reward": 0.5,
-    "completions/clipped_ratio": 0.5, "sampling/sampling_logp_difference/mean": 0.02,
+    "completions/clipped_ratio": 0.5, GAP: 0.02,
 }  # fmt: skip
 WANDB = (
     '"Step","lunar-sun-3 - train/kl","lunar-sun-3 - train/kl__MIN","lunar-sun-3 - train/kl__MAX",'
@@ -507,30 +410,6 @@ def test_a_log_is_read_in_the_form_that_people_have(tmp_path, name):
     assert options == ({"dtype": "bf16", "beta": 0.5} if known else {})
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    (
-        ("log.txt", "", "line 1: got ''"),
-        ("log.txt", "epoch 3\n", "line 1: got 'epoch 3'"),
-        ("log.txt", "[" * 100_000, "line 1: got '[[["),
-        ("log.jsonl", '{"a": 1}\n{"b"', "line 1: got"),
-        ("trainer_state.json", state([TRL])[:400], "line "),
-        ("trainer_state.json", "{}", "line 1: got JSON without a list log_history"),
-        ("trainer_state.json", '{"log_history": 3}', "line 1: got JSON without a list"),
-        ("chart.csv", "Step,a - train/kl,b - train/kl\n1,1,2\n", "line 1: got columns of a, b"),
-        ("chart.csv", "Step,kl\n1,0.1\n2," + "1" * 200_000, "line 3: field larger than"),
-        ("chart.csv", "\x00\xff", "line 1: got"),
-    ),
-)  # fmt: skip
-def test_what_is_no_log_is_named(tmp_path, capsys, name, text, message):
-    (path := tmp_path / name).write_text(text)
-    with pytest.raises(SystemExit):
-        command.main([str(path)])
-    said = capsys.readouterr().err
-    assert f"{path}: expected trainer_state.json" in said and message in said
-    assert "Traceback" not in said
-
-
 def run(folder, **options):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(options))
@@ -566,59 +445,22 @@ def test_a_log_of_something_else_says_so(tmp_path, capsys):
     ]
 
 
-@pytest.fixture
-def written(monkeypatch):
-    """Calls for the page of runs."""
-    calls = []
-    runs = SimpleNamespace(write=lambda *call: calls.append(call) or "Accuracy rose.")
-    monkeypatch.setitem(sys.modules, "grpo_kernels.explain.runs", runs)
-    monkeypatch.setattr(grpo_kernels.explain, "runs", runs, raising=False)
-    return calls
-
-
-def test_runs_get_a_page_and_the_rules(tmp_path, written, capsys):
-    folders = [run(tmp_path / x, beta=0.0) for x in ("a", "b")]
-    command.main([str(folders[0])])
-    first, page, log, *findings, last = capsys.readouterr().out.splitlines()
-    assert (first, page) == ("Accuracy rose.", f"page: {folders[0] / 'report.html'}")
-    assert (
-        log.endswith("metrics.jsonl: loss, grad_norm, reward")
-        and last == "Nothing else stands out."
-    )
-    assert [x.split(". ")[0] for x in findings] == [
-        "normal: loss is 0, grad_norm is 1", "normal: the log has no kl",
-    ]  # fmt: skip
-    command.main([str(folders[0] / "metrics.jsonl")])
-    assert capsys.readouterr().out.splitlines() == [log, *findings, last]
-    command.main([str(x) for x in folders])
-    (folders[1] / "metrics.jsonl").write_text('{"st')
-    command.main([*map(str, folders), "--output", "all.html"])
-    assert written == [
-        ([folders[0]], folders[0] / "report.html"), (folders, tmp_path / "runs.html"),
-        (folders, Path("all.html")),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    (
-        ("log.txt --output a.html", "--output: expected none for a log; leave it out"),
-        ("a --sort call", "--sort: expected none for a run"),
-        ("log.txt --tokenizer x", "--tokenizer: expected none for a log"),
-        ("a log.txt", "PATH: expected one path, or several runs; got log.txt, a log"),
-        ("missing.txt", "No such file or directory: 'missing.txt'"),
-        ("", "the following arguments are required: PATH"),
-    ),
-)
-def test_an_option_that_does_not_apply_is_refused(
-    tmp_path, monkeypatch, capsys, written, arguments, message
-):
+def test_runs_get_a_page_and_the_rules(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run(tmp_path / "a")
-    Path("log.txt").write_text("{'kl': 0.1}")
-    with pytest.raises(SystemExit) as stopped:
-        command.main(arguments.split())
-    assert message in capsys.readouterr().err and stopped.value.code == 2 and not written
+    run(Path("a"), beta=0.0)
+    command.main(["a"])
+    verdict, *_, page, log, loss, kl, last = capsys.readouterr().out.splitlines()
+    assert (verdict, page) == ("No held-out problems were answered.", "page: a/report.html")
+    assert log == "1 step of a/metrics.jsonl: loss, grad_norm, reward"
+    assert loss.startswith("normal: loss is 0, grad_norm is 1. ")
+    assert kl.startswith("normal: the log has no kl. ") and last == "Nothing else stands out."
+    command.main(["a/metrics.jsonl"])
+    assert capsys.readouterr().out.splitlines() == [log, loss, kl, last]
+    run(Path("b"), beta=0.0)
+    command.main(["a", "b"])
+    Path("b/metrics.jsonl").write_text('{"st')
+    command.main(["a", "b", "--output", "all.html"])
+    assert sorted(map(str, Path().rglob("*.html"))) == ["a/report.html", "all.html", "runs.html"]
 
 
 def step_file(folder, **changes):

@@ -219,7 +219,7 @@ def test_a_page_begins_with_its_reader(path):
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
 def test_what_is_not_supported_stands_in_one_list(path):
     """The list is a page's last section, and nothing is refused elsewhere."""
-    before, *after = path.read_text().split("\n## Not supported\n")
+    before, *after = prose(path).split("\n## Not supported\n")
     assert len(after) <= 1 and not any("\n## " in text for text in after)
     assert not after or not re.search(r"\brefus", before)
 

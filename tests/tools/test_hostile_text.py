@@ -1,11 +1,9 @@
-"""Texts that want more than to be read: in a browser's page, in parsers, logs and options."""
+"""Texts that want more than to be read, in parsers, logs and options."""
 
 import contextlib
 import io
-import json
 import re
 import time
-from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given
@@ -14,81 +12,23 @@ from hypothesis import strategies as st
 from examples.gsm8k_from_scratch import correctness
 from examples.problems import addition
 from grpo_kernels.explain import __main__ as explain
-from grpo_kernels.explain import runs
 from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import command_line
 from grpo_kernels.training.config import TrainingConfig
 from grpo_kernels.training.problems import answers, rewards
 from grpo_kernels.training.run import checkpoint, logs
 
-# What asks for something, or changes the page, where it is taken for more than text.
-HOSTILE = (
-    "<script>document.title='TAKEN'; fetch('/script')</script>",
-    "</pre></td></table></body><script src='/src'></script>",
-    "<img src='/image' onerror=\"document.title='TAKEN'\">",
-    "<svg onload=\"fetch('/svg')\"><use href='/use#a'/></svg>",
-    "<style>@import url('/style'); body { background: url('/background') }</style>",
-    "<meta http-equiv='refresh' content='0;url=/meta'>",
-    '" onmouseover="fetch(\'/attribute\')" style="background:url(/inline)',
-    '<a href="javascript:alert()" autofocus onfocus="document.title=\'TAKEN\'">x</a>',
-    "--><![CDATA[<script>document.title='TAKEN'</script>]]><!--",
-    "&lt;script&gt; &#x3c;script&#x3e; \ud800 \x00 \u202e {title} {body} $\\frac{1}{2}$",
-)
-
-
-class Structure(HTMLParser):
-    """All of a page but its text."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags = []
-        self.feed(page)
-
-    def handle_starttag(self, *tag):
-        self.tags.append(tag)
-
-    handle_endtag = handle_comment = handle_decl = unknown_decl = handle_pi = handle_starttag
-
-
-def structure_of_page(folder, text):
-    """Returns the structure of the page of a run whose every text is this one."""
-    accuracy = {"problems": 3, "accuracy": 0.5, "low": 0.1, "high": 0.9}
-    shown = {"prompt": text, "completion": text, "answer": text, "ended": True}
-    signs = {"warnings": [{"rule": text, "text": text}],
-             "explained": {"why": text, "spike": True, "cause": text, "text": text}}  # fmt: skip
-    for name, row in (
-        ("metrics", {"reward": 0.5, "seconds": 1, "peak_memory_gib": 1, text: 1.0, **signs}),
-        ("evaluations", accuracy), ("samples", {**shown, "advantage": 0.0, "reward": 0.5}),
-        ("answers", {**shown, "answered": text, "correct": True}),
-    ):  # fmt: skip
-        (folder / f"{name}.jsonl").write_text(json.dumps({"step": 1, **row}) + "\n")
-    options = {"model": text, "output": text, "dataset": text, "rewards": [text]}
-    about = {"defaults": {"dataset": "", text: text}, "versions": {text: text},
-             "metrics": {text: {"chart": text, "unit": text}}}  # fmt: skip
-    for name, values in (("config", options), ("about", about)):
-        (folder / f"{name}.json").write_text(json.dumps(values))
-    runs.write([folder], folder / "report.html")
-    return Structure((folder / "report.html").read_text()).tags
-
-
-def test_a_page_has_texts_as_text_alone(tmp_path):
-    expected = structure_of_page(tmp_path, "text")
-    (policy,) = (tag[1] for tag in expected if tag[0] == "meta" and "http-equiv" in str(tag))
-    assert "default-src 'none'" in str(policy) and "unsafe" not in str(policy)
-    for text in HOSTILE:
-        assert structure_of_page(tmp_path, text) == expected, text
-
-
-LONG = 200_000
+LONG = 100_000
+NUMBERS = (
+    "1" * LONG, "1," * LONG, "9" * 4000 + "/" + "7" * 4000, "\u0663" * LONG, "(" * 900,
+    "2^" * 400 + "2", "10^10^10^10", "9**9**9**9", "factorial(10**9)",
+    "\\binom{10^9}{5\\cdot 10^8}", "\\sqrt{" * 120 + "2" + "}" * 120,
+)  # fmt: skip
 ADVERSARIAL = (
-    "<answer>" * LONG, "</answer>" * LONG, "<think>" * LONG + "<answer>1</answer>", "\x00" * LONG,
-    *(f"<answer>{text}</answer>" for text in (
-        "1" * LONG, "1," * LONG, "9" * 4000 + "/" + "7" * 4000, "\u0663" * LONG, "(" * 900,
-        "2^" * 400 + "2", "10^10^10^10", "9**9**9**9", "factorial(10**9)",
-        "\\binom{10^9}{5\\cdot 10^8}", "\\sqrt{" * 120 + "2" + "}" * 120,
-    )),
-    "<answer>" + " " * LONG, "<answer>-" + "\n" * LONG + "5</answer>", "<answer>\\frac{" * LONG,
-    "\\boxed{" * LONG, "\\boxed{" + "{" * LONG, "}" * LONG, "#### " * LONG, "-" * LONG,
+    *(f"<answer>{text}</answer>" for text in NUMBERS), "<think>" * LONG + "<answer>1</answer>",
+    "<answer>-" + "\n" * LONG + "5</answer>", "<answer>" + " " * LONG, "<answer>\\frac{" * LONG,
+    "\\boxed{" + "{" * LONG,
+    *(x * LONG for x in ("<answer>", "</answer>", "\x00", "\\boxed{", "}", "#### ", "-")),
 )  # fmt: skip
 
 

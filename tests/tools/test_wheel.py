@@ -58,13 +58,8 @@ def test_contents(wheel, tmp_path):
         source = {name.split("/", 1)[1] for name in archive.getnames()}
         text = archive.extractfile(f"grpo_kernels-{__version__}/PKG-INFO").read()
     package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("grpo_kernels/**/*.py")}
-    pages = {
-        "grpo_kernels/explain/curves.js",
-        "grpo_kernels/explain/page.html",
-        "grpo_kernels/explain/step.html",
-        "grpo_kernels/explain/run.html",
-    }
-    package |= {"grpo_kernels/py.typed", *pages}
+    pages = ("curves.js", "page.html", "step.html", "run.html")
+    package |= {"grpo_kernels/py.typed", *(f"grpo_kernels/explain/{name}" for name in pages)}
     assert package | {"LICENSE", "README.md", "pyproject.toml", "tests/conftest.py"} <= source
     assert {name.split("/")[0] for name in source if "/" in name} == {
         "grpo_kernels", "tests", "examples", "docs", "benchmarks", "packaging", "constraints",
@@ -122,6 +117,7 @@ def test_an_environment_without_anything_else(python):
     loss = float(_done(python, "-c", f"{seeded}\nprint(out.loss.item())"))
     assert abs(loss - names["out"].loss.item()) < 1e-5
     assert "all is well" in _done(python, "-m", "grpo_kernels.doctor")
+    _done(python, "-c", "import grpo_kernels.integrations.liger, grpo_kernels.integrations.verl")
     for module, expected in NEEDS.items():
         done = _run(python, "-c", f"import grpo_kernels.{module}")
         assert re.search(expected, done.stderr.splitlines()[-1])
