@@ -469,7 +469,11 @@ def test_half_precision(names, dtype, call):
 
 @pytest.mark.parametrize(
     ("call", "names"),
-    in_turn([x for x in CALLS if x != "grpo_loss"], (EVERYTHING, (*EVERYTHING, "triton"))),
+    [
+        *in_turn([x for x in CALLS if x != "grpo_loss"], (EVERYTHING, (*EVERYTHING, "triton"))),
+        # Gradients of the policy's statistics beside a divergence's, through all of the head.
+        *(("loss", (*EVERYTHING, x, "exact_kl", "entropy_bonus")) for x in ("triton", "old_logps")),
+    ],
     ids=name_of,
 )
 def test_everything(call, names):
