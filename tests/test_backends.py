@@ -11,7 +11,7 @@ from grpo_kernels.kernels import LogitTransform, RowGrads, StatGrads, torch_back
 from tests.helpers.batches import relative_error
 from tests.helpers.fake_cuda import EmulatedCUDA
 from tests.helpers.policy_losses import TRANSFORMS, exact_policy_loss, exact_statistics
-from tests.helpers.tiers import INTERPRETED, cases
+from tests.helpers.tiers import INTERPRETED, cases, in_turn
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 BOTH = torch_backend, triton_backend
@@ -258,8 +258,7 @@ def test_logits_that_are_all_the_same(option, device):
 
 
 @BACKENDS
-@pytest.mark.parametrize("offset", (0.0, -300.0))
-@pytest.mark.parametrize("option", TRANSFORMS)
+@pytest.mark.parametrize(("option", "offset"), in_turn(TRANSFORMS, (0.0, -300.0)))
 def test_a_target_of_minus_one_is_none_of_the_columns(option, offset, backend, device="cpu"):
     """A target of -1 equals a target in an additional column of -inf."""
     logits, targets, transform = tile(5, 2500, device, offset=offset, options=TRANSFORMS[option])

@@ -73,7 +73,8 @@ def half_logits(batch, hidden, head):
 def test_each_step_is_rounded_as_a_model_rounds_it(case, backend):
     """Values are torch's; gradients those of unrounded steps, at the rounded sum of products."""
     dtype = torch.float16 if "fp16" in case else torch.bfloat16
-    batch, head = exact_batch(dtype, B=4, T=8, V=211), dict(STEPS[case.split(",")[0]])
+    tokens = 8 if backend == "torch" else 4  # of a sequence: the interpreter is slow
+    batch, head = exact_batch(dtype, B=4, T=tokens, V=211), dict(STEPS[case.split(",")[0]])
     hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
     if "low_rank" in head:
         head["low_rank"] = hidden[..., :4] / 4, batch.weight[:, -4:] / 4
@@ -117,8 +118,7 @@ def test_autocast_says_what_the_model_s_dtype_is():
     assert torch.equal(ours, half)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("softcap", (None, 6.0), ids=("plain", "softcap"))
+@pytest.mark.parametrize(("softcap", "backend"), ((None, "torch"), (6.0, "torch"), (6.0, "triton")))
 @pytest.mark.parametrize("objective", ("old_logps", "entropy", "is_sequence_on_policy"))
 def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
     """A banned entry has no probability and no gradient, as if the head lacked the row."""
