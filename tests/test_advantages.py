@@ -91,7 +91,7 @@ def test_equal_rewards_are_exactly_zero(reward):
 @pytest.mark.parametrize("reward", (math.inf, -math.inf))
 def test_infinite_rewards_are_refused(reward):
     """One of them would make a group's mean infinite, and its advantages no numbers."""
-    with pytest.raises(ValueError, match="^rewards: expected finite numbers, .* clamp them"):
+    with pytest.raises(ValueError, match=r"^rewards: expected finite numbers, .* clamp them"):
         group_advantages(torch.tensor([1.0, reward, 0.0, NAN]), 2)
 
 

@@ -177,7 +177,7 @@ def test_a_banned_entry_beside_the_target(call, softcap):
     batch = make_batch(B=1, T=4)
     targets = {
         "targets": torch.tensor([[5, 6, 7, 8]]),
-        "several": torch.tensor([0, 3, 5]).expand(1, 4, 3),
+        "several": torch.tensor([[[0, 3, 5], [0, 1, 1], [5, 5, 1], [7, 3, 9]]]),
         "entries": None,
     }[call]
     sets = csr([[5, 0, 9], [6, 1], [7, 300], [8]])
@@ -195,7 +195,7 @@ def test_a_banned_entry_beside_the_target(call, softcap):
     gradients = exact_and_actual(loss, *tensors, entropy=True)
     for truth, x in zip(*values, strict=True):
         torch.testing.assert_close(x.double(), truth, rtol=1e-5, atol=1e-6)
-    assert (values[1][0] == -torch.inf).sum() == {"targets": 0, "several": 4, "entries": 2}[call]
+    assert (values[1][0] == -torch.inf).sum() == {"targets": 0, "several": 5, "entries": 2}[call]
     for truth, x in zip(*gradients, strict=True):
         assert truth.norm() > 0 and relative_error(x, truth) <= 1e-5
 

@@ -165,7 +165,8 @@ def test_sampling_waits_for_memory_for_gemms_and_for_the_host():
     def reads(weight, width=2):
         return T * (weight + rows * 20 * per_token * width + 32 * rows * V)
 
-    assert sampled().reads == sampled(dtype="bf16").reads == reads(2 * weights)
+    plain = sampled()
+    assert plain.reads == sampled(dtype="bf16").reads == reads(2 * weights)
     assert sampled(dtype="fp32").reads == reads(4 * weights, 4)
     # A frozen weight is read in float32, written and read in bf16, for each token.
     adapters = sum(2 * (n + m) for n, m in linear_shapes(make_model("llama")))
@@ -173,9 +174,9 @@ def test_sampling_waits_for_memory_for_gemms_and_for_the_host():
     assert sampled(lora_rank=2, dtype="bf16").reads == reads(2 * (weights + adapters))
     assert sampled(lora_rank=2, rollout="vllm").reads == reads(2 * (weights + adapters))
     assert sampled(rollout="vllm").host_seconds == 0
-    assert sampled().host_seconds == pytest.approx(T * layers * 7e-4)
+    assert plain.host_seconds == pytest.approx(T * layers * 7e-4)
 
-    bound = replace(sampled(), host_seconds=3.0, reads=6 * 10**12)
+    bound = replace(plain, host_seconds=3.0, reads=6 * 10**12)
     assert bound.seconds(CARD)["sampling"] == pytest.approx(3 + 10)
     bound = replace(bound, sampling=12 * 10**14, updates={"layers": 6 * 10**13})
     assert bound.seconds(CARD) == pytest.approx({"layers": 1.0, "sampling": 3 + 20})
