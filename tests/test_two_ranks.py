@@ -14,7 +14,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from tests import test_pairs as pairs
 
 # A rank with few columns, which has few targets; one whose ids are all banned by the head, or have
-# e^-60 of the softmax.
+# e^-120 of the softmax.
 CUTS = {"even": (0, 100, 211), "little": (0, 3, 211), "banned": (0, 40, 211), "far": (0, 100, 211)}
 CASES = {
     "loss": ("bias", "low_rank"), "loss, softcap": ("bias", "softcap", "support"),
@@ -72,7 +72,7 @@ def test_values_and_gradients(case, cuts, on_ranks):
     if cuts == "banned" and "bias" in names and call not in ("targets", "entries"):
         batch = banned(batch)
     if cuts == "far":
-        batch = replace(batch, bias=batch.bias + 60.0 * (torch.arange(pairs.V) >= 100))
+        batch = replace(batch, bias=batch.bias + 120.0 * (torch.arange(pairs.V) >= 100))
 
     def on_this_rank():
         begin, end = CUTS[cuts][dist.get_rank() : dist.get_rank() + 2]
