@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels import Execution, GRPOLossConfig, grpo_loss
-from grpo_kernels.loss.losses import Clip, Gmpo, Loss, Sapo
+from grpo_kernels.loss.losses import Clip, Gmpo, Loss
 from grpo_kernels.loss.metrics import TAKEN, TAKEN_PREFIXES
 from grpo_kernels.training import parse_config
 from tests.helpers.batches import make_batch, relative_error, run_fused
@@ -236,33 +236,24 @@ def test_own_metrics_come_through_a_trainer(tiny_model, tmp_path):
 
 
 # By name, in a run's options
-
-
 @pytest.mark.parametrize(
-    ("loss_type", "loss_options", "loss"),
+    ("flags", "loss"),
     (
-        (f"{__name__}:Dro", {"tau": 2}, Dro(tau=2)),
-        ("sapo", {"temperature_neg": 1.3}, Sapo(temperature_neg=1.3)),
+        (("--loss_type", f"{__name__}:Dro"), Dro(tau=0.25)),
+        (("--loss_type", "gmpo", '--loss_options={"epsilon": 0.3}'), Gmpo(epsilon=0.3)),
     ),
 )
-def test_a_loss_by_its_name_is_that_of_its_instance(
-    loss_type, loss_options, loss, tiny_model, tmp_path
-):
-    named = config_of(tiny_model, tmp_path, loss_type=loss_type, loss_options=loss_options)
+def test_a_loss_by_its_name_is_that_of_its_instance(flags, loss, tiny_model, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {tiny_model}\nloss_options:\n  tau: 0.25\n")
+    named = parse_config([str(path), *flags])
     instance = config_of(tiny_model, tmp_path, loss_type=loss)
+    assert named.loss == loss
     assert named.loss_config() == instance.loss_config() == GRPOLossConfig(loss_type=loss)
-    assert not named.why_two_passes()
+    assert named.why_two_passes() == instance.why_two_passes()
 
 
 def test_a_callable_by_its_name(tiny_model, tmp_path):
     named = config_of(tiny_model, tmp_path, loss_type=f"{__name__}:sequence_clipped")
     assert named.loss_config().loss.function is sequence_clipped
     assert named.loss_config().why_two_passes()
-
-
-def test_a_loss_comes_from_a_file_of_options(tmp_path, tiny_model):
-    path = tmp_path / "run.yaml"
-    path.write_text(f"model: {tiny_model}\nloss_type: {__name__}:Dro\nloss_options:\n  tau: 0.25\n")
-    assert parse_config([str(path)]).loss == Dro(tau=0.25)
-    flags = ["--loss_type", "gmpo", '--loss_options={"epsilon": 0.3}']
-    assert parse_config([str(path), *flags]).loss == Gmpo(epsilon=0.3)
