@@ -383,3 +383,10 @@ def test_what_float16_holds_is_brought_to_between_1_and_2(largest):
     scale = float16_scale([torch.float32, torch.float16], lambda: torch.tensor(largest))
     assert 1.0 <= largest * float(scale) < 2.0 and float(scale.log2()) % 1 == 0
     assert float16_scale([torch.float32, torch.bfloat16], lambda: 1 / 0) is None
+
+
+@pytest.mark.parametrize("largest", (0.0, 1e-40, float("inf")))
+def test_a_scale_can_be_taken_out_again(largest):
+    """Neither it nor its inverse is 0, infinite or below float32's normal numbers."""
+    scale = float16_scale([torch.float16], lambda: torch.tensor(largest))
+    assert 2.0**-126 <= float(scale) <= 2.0**126
