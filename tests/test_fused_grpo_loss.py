@@ -17,6 +17,7 @@ from tests.helpers.batches import (
     relative_error,
     run_fused,
 )
+from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import (
     BACKENDS,
     TOLERANCE,
@@ -40,12 +41,21 @@ def test_no_gradient_slice_is_rounded_before_summing():
     assert relative_error(actual, expected) < 1.05 * rounding
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
-@pytest.mark.parametrize("scale", (1.0, 65536.0))
-def test_small_shares_of_the_loss_do_not_underflow(dtype, scale):
+@pytest.mark.parametrize(
+    ("dtype", "scale", "half_products"),
+    (
+        (torch.bfloat16, 1.0, False), (torch.float16, 1.0, False), (torch.bfloat16, 65536.0, False),
+        (torch.float16, 65536.0, False), (torch.float16, 65536.0, True),
+    ),
+)  # fmt: skip
+def test_small_shares_of_the_loss_do_not_underflow(dtype, scale, half_products, monkeypatch):
     """A token's share of 1 / 131,072 is near float16's smallest number, p times it far below."""
-    batch = make_batch(B=8, T=32).to("cpu", dtype)
-    options = {"config": config(entropy_coef=1e-3), "num_items": 131_072, "scale": scale}
+    batch, cfg = make_batch(B=8, T=32), config(entropy_coef=1e-3)
+    if half_products:  # of probabilities near 1e-3, with an entropy of weight 1 over the tokens
+        imitate(monkeypatch, dtype)
+        batch.hidden, cfg = 0.2 * batch.hidden, config(entropy_coef=1.0)
+    batch = batch.to("cpu", dtype)
+    options = {"config": cfg, "num_items": 131_072, "scale": scale}
     expected, actual = (run_fused(batch, exact=exact, **options) for exact in (True, False))
     # With a loss scaler the result fits float16; without one only its rounding may be lost.
     tolerance = TOLERANCE[dtype] if scale > 1 or dtype == torch.bfloat16 else 0.1
