@@ -176,14 +176,17 @@ def test_masked_tokens_may_have_anything():
     assert out.logps[1] < 0 and out.logps[4] < 0
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0,)])
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0,), (2, 3)])
 def test_no_tokens(shape):
+    """Loss, gradients and metrics are 0, also where all are masked."""
     support = (torch.zeros(0, dtype=torch.int32), torch.zeros(torch.Size(shape).numel() + 1).int())
     hidden, weight = torch.randn(*shape, 4).requires_grad_(), torch.randn(9, 4).requires_grad_()
     targets = torch.zeros(shape, dtype=torch.long)
-    out = fused_grpo_loss(hidden, weight, targets, torch.zeros(shape), support=support)
+    args = hidden, weight, targets, torch.zeros(shape), torch.zeros(shape)
+    out = fused_grpo_loss(*args, support=support)
     out.loss.backward()
     assert out.loss == 0 and not weight.grad.any()
+    assert {x.item() for name, x in out.metrics.items() if name.startswith("support/")} == {0.0}
 
 
 @st.composite

@@ -61,8 +61,8 @@ def group_advantages(
 
     Args:
         rewards: `[B]`, or `[B, R]` for R reward functions, finite. NaN if a function did not
-            apply: it is left out of the completion's sum. If none applied, the completion is left out of every
-            mean and std, and its advantage is 0.
+            apply: it is left out of the completion's sum. If none applied, the completion is left
+            out of every mean and std, and its advantage is 0.
         groups: the size of all groups, whose completions are consecutive; or `[B]`, the integer id
             of each completion's group, in any order, for groups of any size.
         scale: the divisor of the difference to the group's mean: `"group"` (std of the group),
