@@ -168,7 +168,7 @@ def test_masked_tokens_may_have_anything():
     """Offsets and ids that mean nothing, in the middle and at both ends."""
     mask = torch.tensor([0, 1, 0, 0, 1, 0]).bool()
     ids = torch.tensor([-3, 99, 7, 5, 50, 9, 2, 2])
-    offsets = torch.tensor([44, 2, 4, -9, 5, 7, -5])
+    offsets = torch.tensor([44, 2, 4, 99, 5, 7, -5])
     args = torch.randn(6, 4), torch.randn(20, 4), torch.tensor([-1, 5, 77, -1, 2, 3]), mask
     out = linear_logprobs(*args, support=(ids, offsets))
     expected = linear_logprobs(*args, support=csr([[], [7, 5], [], [], [9, 2], []]))
