@@ -88,31 +88,11 @@ def test_equal_rewards_are_exactly_zero(reward):
         assert (advantages[:7] == 0).all() and (advantages[7:] != 0).all(), options
 
 
-FOUR = (torch.zeros(4), 2)
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "error", "message"),
-    (
-        (([1.0], 1), {}, TypeError, "rewards: expected a tensor; got list"),
-        ((torch.zeros(2, 2, 2), 1), {}, ValueError, r"rewards: expected shape \[B\] or \[B, R\]"),
-        ((torch.zeros(7), 3), {}, ValueError, "groups: expected a divisor of .*, 7; got 3"),
-        ((torch.zeros(7), 0), {}, ValueError, "groups: expected a divisor"),
-        ((torch.zeros(7), 7.0), {}, TypeError, "groups: expected the size of a group.*got float"),
-        ((torch.zeros(7), torch.zeros(6, dtype=int)), {}, ValueError, r"groups: .* \[7\]; got \[6"),
-        ((torch.zeros(7), torch.zeros(7)), {}, TypeError, "groups: expected dtype int64.*float32"),
-        (FOUR, {"scale": "mean"}, ValueError, "scale: expected one of group, batch, none; got"),
-        (FOUR, {"weights": [1.0, 2.0]}, ValueError, "weights: expected one for eac"),
-        (FOUR, {"weights": [NAN]}, ValueError, "weights: expected finite"),
-        (FOUR, {"eps": 0.0}, ValueError, "eps: expected a number > 0; got 0.0"),
-        (FOUR, {"aggregation": "normalize_then_sum", "scale": "none"}, ValueError,
-         "scale='none' does not work with aggregation='normalize_then_sum', .*: pass scale='gr"),
-        (FOUR, {"weights": "x"}, TypeError, r"weights: expected 1 numbers, .*; got str"),
-    ),
-)  # fmt: skip
-def test_refuses(args, options, error, message):
-    with pytest.raises(error, match=message):
-        group_advantages(*args, **options)
+@pytest.mark.parametrize("reward", (math.inf, -math.inf))
+def test_infinite_rewards_are_refused(reward):
+    """One of them would make a group's mean infinite, and its advantages no numbers."""
+    with pytest.raises(ValueError, match=r"^rewards: expected finite numbers, .* clamp them"):
+        group_advantages(torch.tensor([1.0, reward, 0.0, NAN]), 2)
 
 
 @pytest.mark.parametrize("clamp", (None, 0.5))
@@ -130,16 +110,6 @@ def test_per_token_kl_is_the_kl_of_the_loss(estimator, clamp):
     assert (kl[~mask] == 0).all()
     torch.testing.assert_close(kl.sum() / mask.sum(), loss)
     assert loss != 0
-
-
-def test_per_token_kl_refuses():
-    for options, message in (
-        ({"estimator": "k4"}, "estimator: expected one of k1, abs"),
-        ({"clamp": -1.0}, "clamp: expected a number > 0; got -1.0"),
-        ({"mask": torch.ones(3)}, r"mask: expected shape \[2\]; got \[3\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            per_token_kl(torch.zeros(2), torch.zeros(2), **options)
 
 
 def test_a_gpu_without_float64_takes_float32(real_memory):

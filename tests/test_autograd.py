@@ -1,7 +1,9 @@
 """The calls inside the machinery of training: each gives what it gives alone."""
 
 import ast
+import contextlib
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +32,7 @@ from tests.helpers.batches import make_batch, relative_error
 from tests.helpers.fake_cuda import CountedCUDA
 from tests.helpers.head_options import BACKENDS, expect_equal
 from tests.helpers.supports import make_support
-from tests.helpers.tiers import in_turn
+from tests.helpers.tiers import cases, in_turn
 
 LEAVES = ("hidden", "weight", "bias", "logits", "logps", "entropy")
 
@@ -122,7 +124,9 @@ def tensors_in(results):
 
 def total_of(results):
     """A sum of the results in which elements have weights of their own."""
-    parts = [x * (torch.arange(1, x.numel() + 1).view(x.shape) % 5) for x in results]
+    parts = [
+        x * (torch.arange(1, x.numel() + 1, device=x.device).view(x.shape) % 5) for x in results
+    ]
     return sum(part.sum() for part in parts if part.requires_grad)
 
 
@@ -178,20 +182,34 @@ def test_constants_made_in_inference_mode(call, inputs):
 
 def other_results(inputs):
     """Results of the calls that have no gradient."""
-    old, rewards = inputs["old_logps"], torch.linspace(0, 1, 514, dtype=torch.float32)
+    old, rewards = inputs["old_logps"], torch.linspace(0, 1, 514, dtype=torch.float32, device="cpu")
     for options in ({}, {"scale": "batch"}, {"aggregation": "normalize_then_sum"}):
         options = {"weights": [1.0, 0.3], **options}
         yield grpo_kernels.group_advantages(rewards.square().view(-1, 2), 257, **options)
     gap = grpo_kernels.check_sampler(old, old - 0.1, old * 1.01, inputs["mask"])
-    yield torch.tensor(gap, dtype=torch.float64)
+    yield torch.tensor(gap, dtype=torch.float64, device="cpu")
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+DEFAULTS = {
+    **{str(x): partial(default_dtype, x) for x in (torch.bfloat16, torch.float16, torch.float64)},
+    "device": partial(torch.device, "meta"),
+}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend"),
-    in_turn((torch.bfloat16, torch.float16, torch.float64), BACKENDS),
+    ("name", "backend"), cases(DEFAULTS, BACKENDS, fast=lambda _, backend: backend == "torch")
 )
-def test_another_default_dtype_changes_nothing(dtype, backend):
-    """Scripts set one for a model that they load. In half precision 267 or 70,001 is no number."""
+def test_other_defaults_change_nothing(name, backend, real_memory):
+    """Scripts set them for a model that they load. In half precision 267 or 70,001 is no number."""
     T, numbers = 91, (None, 257, torch.tensor(70_001), torch.tensor(257.5))
     if backend == "triton":  # whose interpreter is slow
         T, numbers = 2, (torch.tensor(70_001),)
@@ -205,32 +223,39 @@ def test_another_default_dtype_changes_nothing(dtype, backend):
                 yield from run(call, inputs, backend, number)
 
     expected = list(everything())
-    torch.set_default_dtype(dtype)
-    try:
+    with DEFAULTS[name]():
         actual = list(everything())
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert sum(bool((x != 0).any()) for x in expected) > 0.7 * len(expected)
     expect_close(actual, expected, 0.0)
 
 
-MAKERS = {
+FLOATS = {
     "tensor", "as_tensor", "asarray", "scalar_tensor", "zeros", "ones", "empty", "full", "eye",
     "empty_strided", "linspace", "logspace", "rand", "randn", "normal", "Tensor", "FloatTensor",
 }  # fmt: skip
+MAKERS = FLOATS | {"arange", "randint", "randperm"}
 
 
-def test_every_tensor_is_made_with_a_dtype():
-    """No call in the package leaves it out: `arange` has int64, `new_zeros` that of its tensor."""
+def test_every_tensor_is_made_with_a_dtype_and_a_device():
+    """No call in the package leaves them out: `new_zeros` has those of its tensor."""
     for path in Path(grpo_kernels.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        placed = {
+            id(x) for node in nodes if isinstance(node, ast.With)
+            and ast.unparse(node.items[0]).startswith("torch.device(") for x in ast.walk(node)
+        }  # fmt: skip
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module == "torch":
                 assert not MAKERS - {"Tensor"} & {x.name for x in node.names}, path
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             calls_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-            if calls_torch and node.func.attr in MAKERS:
-                assert "dtype" in {x.arg for x in node.keywords}, f"{path}:{node.lineno}"
+            if calls_torch and (name := node.func.attr) in MAKERS:
+                given = {x.arg for x in node.keywords}
+                assert "dtype" in given or name not in FLOATS, f"{path}:{node.lineno}"
+                # The doctor is a command, which sets no default.
+                here = id(node) in placed or path.name == "doctor.py"
+                assert "device" in given or here, f"{path}:{node.lineno}"
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
@@ -358,3 +383,10 @@ def test_what_float16_holds_is_brought_to_between_1_and_2(largest):
     scale = float16_scale([torch.float32, torch.float16], lambda: torch.tensor(largest))
     assert 1.0 <= largest * float(scale) < 2.0 and float(scale.log2()) % 1 == 0
     assert float16_scale([torch.float32, torch.bfloat16], lambda: 1 / 0) is None
+
+
+@pytest.mark.parametrize("largest", (0.0, 1e-40, float("inf")))
+def test_a_scale_can_be_taken_out_again(largest):
+    """Neither it nor its inverse is 0, infinite or below float32's normal numbers."""
+    scale = float16_scale([torch.float16], lambda: torch.tensor(largest))
+    assert 2.0**-126 <= float(scale) <= 2.0**126

@@ -1,11 +1,11 @@
-"""`ce_weights`, a cross-entropy term on any tokens: against the reference and torch's own."""
+"""`ce_weights` at their limits: small shares, no other loss, no weight, no mask, any value."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from grpo_kernels import Execution, fused_grpo_loss, grpo_loss, linear_logprobs
+from grpo_kernels import Execution, grpo_loss
 from tests.helpers.batches import (
     HEAD,
     NAN,
@@ -16,7 +16,6 @@ from tests.helpers.batches import (
     with_cross_entropy,
 )
 from tests.helpers.head_options import BACKENDS, CHUNK, TOLERANCE, expect_equal
-from tests.helpers.tiers import cases
 
 
 def mixed_batch():
@@ -42,13 +41,9 @@ def test_half_precision(share, dtype):
         assert error <= TOLERANCE[dtype], name
 
 
-@pytest.mark.parametrize(
-    ("without", "loss_type", "backend"),
-    cases(
-        ("mask", "advantages"), ("dapo", "grpo", "gspo", "gmpo", "vespo", "cispo"), BACKENDS,
-        fast=lambda _, loss_type, backend: loss_type in ("dapo", "gspo") or backend == "torch",
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+@pytest.mark.parametrize("without", ("mask", "advantages"))
 def test_alone_is_torchs_cross_entropy(without, loss_type, backend):
     """With a mask of zeros, or with advantages of zero."""
     batch = mixed_batch()
@@ -69,68 +64,6 @@ def test_alone_is_torchs_cross_entropy(without, loss_type, backend):
         assert relative_error(actual.gradients[name], x.grad) <= 2e-5, name
 
 
-@pytest.mark.parametrize("weights_dtype", (None, torch.bfloat16, torch.float16, torch.float64))
-def test_where_advantages_are_per_token(weights_dtype):
-    """A token may have an advantage of 0, or NaN outside the mask, and still a weight."""
-    batch = mixed_batch()
-    batch.ce_weights = batch.ce_weights.to(weights_dtype)
-    sparse = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.5
-    advantages = (batch.advantages[:, None] * sparse).masked_fill(~batch.mask, NAN)
-    options = {"old_logps": True, "ce_weights": True, "advantages": advantages}
-    expect_equal(batch, options, execution=Execution(chunk_bytes=CHUNK))
-
-
-def test_an_entropy_threshold_keeps_to_the_policys_tokens():
-    batch, cfg = mixed_batch(), config(top_entropy_quantile=0.5, entropy_threshold=1.0)
-    out = expect_equal(batch, {"config": cfg, "old_logps": True, "ce_weights": True})
-    assert out.metrics["tokens"] == batch.mask.sum()
-
-
-def test_an_objective_of_ones_own_sees_the_policys_tokens_alone():
-    batch, seen = mixed_batch(), []
-
-    def objective(tokens):
-        seen.append(tokens)
-        return -tokens.advantages * tokens.ratio - 0.1 * tokens.entropy
-
-    cfg = config(loss_type=objective)
-    expect_equal(batch, {"config": cfg, "old_logps": True, "ce_weights": True})
-    assert seen and all((x.entropy[~batch.mask.flatten()] == 0).all() for x in seen)
-
-
-def test_without_a_mask_every_token_is_the_policys():
-    batch = make_batch()
-    batch.hidden, batch.targets = torch.randn_like(batch.hidden), batch.targets.clamp(min=0)
-    batch.ce_weights = torch.rand(batch.mask.shape).masked_fill(batch.mask, 0.0)
-    expect_equal(batch, {"config": config(loss_type="grpo"), "mask": False, "ce_weights": True})
-
-
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_the_policys_results_are_as_without_it(loss_type):
-    batch = mixed_batch()
-    names = ("old_logps", "ref_logps", "sampling_logps")
-    options = {name: getattr(batch, name) for name in names}
-    options["config"] = config(loss_type=loss_type, beta=0.1)
-    args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
-    chosen = batch.ce_weights != 0
-    with torch.no_grad():
-        plain = fused_grpo_loss(*args, **options)
-        mixed = fused_grpo_loss(*args, **options, ce_weights=batch.ce_weights)
-        scored = linear_logprobs(*args[:3], mask=batch.mask | chosen, entropy=True)
-    term = -(batch.ce_weights * mixed.logps)[chosen].sum()
-    own = {
-        "ce_loss": term,
-        "ce_tokens": chosen.sum().float(),
-        "ce_nll": -mixed.logps[chosen].mean(),
-    }
-    torch.testing.assert_close(mixed.metrics, plain.metrics | own)
-    torch.testing.assert_close(mixed.loss, plain.loss + term)
-    torch.testing.assert_close(mixed.logps[batch.mask], plain.logps[batch.mask])
-    torch.testing.assert_close(mixed.logps, scored.logps)
-    torch.testing.assert_close(mixed.entropy, scored.entropy)
-    assert (mixed.logps[~batch.mask & ~chosen] == 0).all()
-
-
 @pytest.mark.parametrize("other", (NAN, -torch.inf, torch.inf))
 def test_log_probs_without_a_weight_may_be_anything(other):
     """Log-probs of banned ids and of padding, which the caller computed, stay out of the sum."""
@@ -143,8 +76,30 @@ def test_log_probs_without_a_weight_may_be_anything(other):
     assert logps.grad.tolist() == [[-1.0, 0.0, -0.25]]
 
 
-def test_without_any_weight_the_metrics_are_0():
-    batch = mixed_batch()
+def of_tokens(batch):
+    """Advantages of some tokens, NaN outside the mask, and weights in half precision."""
+    batch.ce_weights = batch.ce_weights.half()
+    some = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    advantages = (batch.advantages[:, None] * some).masked_fill(~batch.mask, NAN)
+    return {"old_logps": True, "advantages": advantages}
+
+
+def without_a_mask(batch):
+    """Every token is the policy's."""
+    batch.hidden, batch.targets = batch.hidden.nan_to_num(), batch.targets.clamp(min=0)
+    return {"config": config(loss_type="grpo"), "mask": False}
+
+
+def without_a_weight(batch):
+    """The metrics are 0."""
     batch.ce_weights = torch.zeros_like(batch.ce_weights)
-    out = expect_equal(batch, {"config": config(loss_type="dapo"), "ce_weights": True})
-    assert all(out.metrics[name] == 0 for name in ("ce_loss", "ce_tokens", "ce_nll"))
+    return {}
+
+
+@pytest.mark.parametrize("change", (of_tokens, without_a_mask, without_a_weight))
+def test_equals_the_reference(change):
+    batch = mixed_batch()
+    options = {**change(batch), "ce_weights": True}
+    metrics = expect_equal(batch, options, execution=Execution(chunk_bytes=CHUNK)).metrics
+    names = ("ce_loss", "ce_tokens", "ce_nll")
+    assert any(metrics[name] for name in names) == (change is not without_a_weight)

@@ -180,6 +180,7 @@ for x, grad in zip((h, w), expected):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
 def test_a_real_limit():
     run = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, timeout=120)

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen3M
 
 from grpo_kernels.training import TrainingConfig, memory, parse_config
 from grpo_kernels.training.cards import CARDS, Card
-from grpo_kernels.training.config import DTYPES
 from grpo_kernels.training.step.policy import Batch, Policy
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import COMMON, make_model
@@ -63,13 +62,15 @@ def test_kept_activations_are_what_a_forward_keeps(family):
     assert predicted.activations == pytest.approx(real, rel=0.02)
 
 
-@pytest.mark.parametrize("family", EXPERTS)
 @pytest.mark.parametrize(
-    ("dtype", "lora_rank", "gpu"),
-    (*((dtype, 0, True) for dtype in DTYPES), ("mixed", 2, True), ("mixed", 0, False)),
-)
-def test_models_with_experts_are_predicted(dtype, lora_rank, gpu, family):
-    """At every dtype the FLOPs are those of the experts that a token is sent to."""
+    ("family", "dtype", "lora_rank", "gpu"),
+    (
+        ("mixtral", "mixed", 0, True), ("qwen3_moe", "bf16", 0, True),
+        ("qwen3_moe", "mixed", 2, True), ("mixtral", "fp32", 0, False),
+    ),
+)  # fmt: skip
+def test_models_with_experts_are_predicted(family, dtype, lora_rank, gpu):
+    """The FLOPs are those of the experts that a token is sent to."""
     shape = experts_of(family)
     options = dict(
         max_prompt_length=16, max_completion_length=8, num_generations=4, prompts_per_step=1
@@ -105,8 +106,7 @@ def test_the_prediction_follows_the_options():
     unshared = predicted(share_prompts=False).activations
     assert recomputed == pytest.approx(unshared / layers + layers * 2 * N * H, rel=0.01)
     assert predicted(micro_batch_size=4).activations < base.activations < unshared
-    # No micro-batch is larger than an update, which has 32 completions, or with two 16.
-    assert predicted(micro_batch_size=64) == predicted(micro_batch_size=32)
+    # No micro-batch is larger than an update, which has two of 16 completions.
     assert predicted(micro_batch_size=64, minibatches=2) == predicted(minibatches=2)
 
 
@@ -165,7 +165,8 @@ def test_sampling_waits_for_memory_for_gemms_and_for_the_host():
     def reads(weight, width=2):
         return T * (weight + rows * 20 * per_token * width + 32 * rows * V)
 
-    assert sampled().reads == sampled(dtype="bf16").reads == reads(2 * weights)
+    plain = sampled()
+    assert plain.reads == sampled(dtype="bf16").reads == reads(2 * weights)
     assert sampled(dtype="fp32").reads == reads(4 * weights, 4)
     # A frozen weight is read in float32, written and read in bf16, for each token.
     adapters = sum(2 * (n + m) for n, m in linear_shapes(make_model("llama")))
@@ -173,9 +174,9 @@ def test_sampling_waits_for_memory_for_gemms_and_for_the_host():
     assert sampled(lora_rank=2, dtype="bf16").reads == reads(2 * (weights + adapters))
     assert sampled(lora_rank=2, rollout="vllm").reads == reads(2 * (weights + adapters))
     assert sampled(rollout="vllm").host_seconds == 0
-    assert sampled().host_seconds == pytest.approx(T * layers * 7e-4)
+    assert plain.host_seconds == pytest.approx(T * layers * 7e-4)
 
-    bound = replace(sampled(), host_seconds=3.0, reads=6 * 10**12)
+    bound = replace(plain, host_seconds=3.0, reads=6 * 10**12)
     assert bound.seconds(CARD)["sampling"] == pytest.approx(3 + 10)
     bound = replace(bound, sampling=12 * 10**14, updates={"layers": 6 * 10**13})
     assert bound.seconds(CARD) == pytest.approx({"layers": 1.0, "sampling": 3 + 20})
@@ -208,13 +209,8 @@ def status_of(*argv):
         (("--gpu", "t4", "--prompts_per_step", "100000"), 1, ["does not fit into 15", "Smaller: "]),
         (VLLM, 0, ["kv cache                         0.00 GiB", "GiB less 38% for vLLM, "]),
         ((*VLLM, "--vllm_gpu_memory_utilization", "1.0"), 1, ["Smaller: "]),
-        ((*VLLM, "--cpu"), 2, ["gpu: expected none with cpu; got '3090'"]),
         (("--gpu", "a100"), 0, ["Predicted, never measured: 100 steps take at least", "sampling"]),
-        (("--gpu", "b200"), 0, ["fits into 179 GiB"]),
         ((), 0, ["TFLOP"]),
-        (("--gpu", "5"), 2, ["t4", "h200"]),
-        (("--processes", "2.5"), 2, ["processes"]),
-        (("--processes", "0"), 2, ["processes"]),
     ),
 )  # fmt: skip
 def test_the_command_says_whether_it_fits(flags, status, told, tmp_path, capsys):

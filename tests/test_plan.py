@@ -110,9 +110,7 @@ def test_default_budget():
         (1 << 30, (2688, 384)),
         # Strips of 256 rows, where they take less than two fifths.
         (640 << 20, (1664, 256)),
-        (400 << 20, (768, 256)),
         (360 << 20, (896, 128)),
-        (200 << 20, (384, 128)),
         (100 << 20, (115, 115)),  # too little for strips of 128 rows
         (10 << 30, (34048, 640)),
     ),
@@ -164,9 +162,8 @@ def test_blocks_have_few_sizes():
 # Forward peaks in MiB beyond the inputs, by the count of torch's own caching allocator (2.11.0 for
 # CUDA) over a driver that computes nothing, on a card of 79 GiB and on one of 23.5.
 COUNTED = {
-    (79, 16384, 896): 2362, (79, 16384, 2048): 3093, (79, 16384, 4096): 4393,
-    (79, 4096, 2048): 2450, (79, 1024, 896): 2059, (23.5, 16384, 896): 1310,
-    (23.5, 16384, 2048): 2027, (23.5, 4096, 2048): 1979, (23.5, 1024, 896): 1019,
+    (79, 16384, 2048): 3093, (79, 1024, 896): 2059, (23.5, 16384, 896): 1310,
+    (23.5, 4096, 2048): 1979,
 }  # fmt: skip
 
 

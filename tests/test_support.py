@@ -16,7 +16,7 @@ from grpo_kernels import (
     linear_logprobs,
 )
 from grpo_kernels.head.support import _warn_of_wide_sets
-from tests.helpers.batches import config, make_batch, run_fused
+from tests.helpers.batches import config, make_batch
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import BACKENDS, exact_and_actual, objective_options
 from tests.helpers.head_options import expect_equal as expect_equal_without
@@ -110,14 +110,6 @@ def test_a_token_with_a_set_has_no_row_of_logits(batch):
         assert counted.get_total_flops() == 2 * batch.weight.numel() * rows
 
 
-def test_same_bits_twice(batch):
-    support = make_support(batch)
-    one, two = (run_fused(batch, exact=False, support=support, old_logps=True) for _ in range(2))
-    assert torch.equal(one.loss, two.loss)
-    for name in ("hidden", "weight"):
-        assert torch.equal(one.gradients[name], two.gradients[name])
-
-
 def test_sets_of_a_large_part_of_the_vocabulary_warn_once(batch):
     """Rows of logits are faster then."""
     _warn_of_wide_sets.cache_clear()
@@ -167,51 +159,16 @@ def test_sets_that_lack_their_target_may_be_emptied(batch):
     some = [csr(s) if s else None for s in ([[5]], [])]
     assert batch_support(some, 2, targets=[[5], []]).offsets.tolist() == [0, 1, 1, 1, 1]
     expect_equal(batch, emptied, {"config": config(), "old_logps": True})
-    with pytest.raises(ValueError, match=f"length: expected as many as .* tokens, {T}; got 2"):
-        batch_support(rows, 2)
-    with pytest.raises(ValueError, match=r"support: expected the target .*batch_support"):
-        run_fused(batch, exact=False, support=batch_support(rows, T))
 
 
-# Inputs: refused by name, masked, empty, ragged
-
-IDS, OFFSETS = [5, 7, 7, 9, 2], [0, 2, 4, 5]
-TARGETS = [7, 9, 2]
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"ids": [5, 7, 99, 9, 2]}, ValueError, r"support.token_ids: expected ids in \[0, 20\)"),
-        ({"ids": [-1, 7, 7, 9, 2]}, ValueError, r"support.token_ids: expected ids in \[0, 20\)"),
-        ({"ids": [7, 7, 7, 9, 2]}, ValueError, r"support.token_ids: expected each id once"),
-        ({"ids": [5, 7, 7, 8, 2]}, ValueError, r"support: expected the target .* \(1 of them\)"),
-        ({"offsets": [0, 3, 2, 5]}, ValueError, r"support.offsets: expected offsets that start"),
-        ({"offsets": [1, 2, 4, 5]}, ValueError, r"support.offsets: .* \(1 of them\)"),
-        ({"offsets": [0, 2, 4, 4]}, ValueError, r"support.offsets: .* end at the 5 ids"),
-        ({"offsets": [0, 2, 4, 6]}, ValueError, r"support.offsets: .* end at the 5 ids"),
-        ({"offsets": [0, 2, 5]}, ValueError, r"support.offsets: expected shape \[4\]"),
-        ({"ids": [[5, 7, 7, 9, 2]]}, ValueError, r"token_ids: expected shape \[K\]"),
-        ({"ids": [5.0, 7, 7, 9, 2]}, TypeError, r"support.token_ids: expected dtype int64, int32"),
-        # Sets that overlap behind a masked token.
-        ({"offsets": [0, 3, 2, 5], "mask": torch.tensor([True, False, True])}, ValueError,
-         r"support.offsets: expected offsets .* \(1 of them\)"),
-        ({"support": 3}, TypeError, "support: expected a Support of token_ids"),
-    ],
-)  # fmt: skip
-def test_bad_supports_are_refused_by_name(change, error, message):
-    ids, offsets = change.get("ids", IDS), change.get("offsets", OFFSETS)
-    support = change.get("support", (torch.tensor(ids), torch.tensor(offsets)))
-    head = torch.randn(3, 4), torch.randn(20, 4)
-    with pytest.raises(error, match=message):
-        linear_logprobs(*head, torch.tensor(TARGETS), change.get("mask"), support=support)
+# Inputs: masked, empty, ragged
 
 
 def test_masked_tokens_may_have_anything():
     """Offsets and ids that mean nothing, in the middle and at both ends."""
     mask = torch.tensor([0, 1, 0, 0, 1, 0]).bool()
     ids = torch.tensor([-3, 99, 7, 5, 50, 9, 2, 2])
-    offsets = torch.tensor([44, 2, 4, -9, 5, 7, -5])
+    offsets = torch.tensor([44, 2, 4, 99, 5, 7, -5])
     args = torch.randn(6, 4), torch.randn(20, 4), torch.tensor([-1, 5, 77, -1, 2, 3]), mask
     out = linear_logprobs(*args, support=(ids, offsets))
     expected = linear_logprobs(*args, support=csr([[], [7, 5], [], [], [9, 2], []]))
@@ -219,14 +176,17 @@ def test_masked_tokens_may_have_anything():
     assert out.logps[1] < 0 and out.logps[4] < 0
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0,)])
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0,), (2, 3)])
 def test_no_tokens(shape):
+    """Loss, gradients and metrics are 0, also where all are masked."""
     support = (torch.zeros(0, dtype=torch.int32), torch.zeros(torch.Size(shape).numel() + 1).int())
     hidden, weight = torch.randn(*shape, 4).requires_grad_(), torch.randn(9, 4).requires_grad_()
     targets = torch.zeros(shape, dtype=torch.long)
-    out = fused_grpo_loss(hidden, weight, targets, torch.zeros(shape), support=support)
+    args = hidden, weight, targets, torch.zeros(shape), torch.zeros(shape)
+    out = fused_grpo_loss(*args, support=support)
     out.loss.backward()
     assert out.loss == 0 and not weight.grad.any()
+    assert {x.item() for name, x in out.metrics.items() if name.startswith("support/")} == {0.0}
 
 
 @st.composite
@@ -261,11 +221,3 @@ def test_any_ragged_support(case, loss_type, seed):
 
     for truth, x in zip(*exact_and_actual(loss, hidden, weight), strict=True):
         assert (x - truth).norm() <= 1e-5 * truth.norm() + 1e-7
-
-
-def test_double_backward_is_refused():
-    weight = torch.randn(20, 4, requires_grad=True)
-    support = (torch.tensor(IDS), torch.tensor(OFFSETS))
-    out = linear_logprobs(torch.randn(3, 4), weight, torch.tensor(TARGETS), support=support)
-    with pytest.raises(RuntimeError, match="double backward"):
-        torch.autograd.grad(out.logps.sum(), weight, create_graph=True)

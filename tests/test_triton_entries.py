@@ -13,7 +13,7 @@ from tests.helpers.tiers import INTERPRETED, cases
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DTYPES = (torch.float32, torch.bfloat16)
 # Ranks of a LoRA and a bias; one more than two blocks of a sum; unaligned rows.
-WIDTHS = (1, 16, 50, 4097)
+WIDTHS = (1, 50, 4097)
 
 
 @functools.cache
@@ -41,10 +41,11 @@ def operands(K, device, dtype, V=40, N=23):
     return x, rows
 
 
-@pytest.mark.parametrize("K", WIDTHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("K", "dtype"), cases(WIDTHS, DTYPES, fast=lambda K, dtype: K < 100 or dtype == torch.float32)
+)
 @pytest.mark.parametrize("device", DEVICES)
-def test_dots(device, dtype, K):
+def test_dots(device, K, dtype):
     entries, (x, rows) = on(device, some_entries()), operands(K, device, dtype)
     begin = torch.randn(len(entries), device=device)
     expected = begin.double() + (x[entries.tokens].double() * rows[entries.ids].double()).sum(1)
@@ -77,7 +78,7 @@ ORDERS = {
     "neighbours": (3 * PART, 0, 3 * PART - 1, 2, 2 * PART + 1, 0, 2 * PART + 1, 0),
     "one": (5 * PART + 3,),
     "around_nothing": (0, 0, 8 * PART, 0, 0),
-    "wide": (3, 9 * PART),
+    "wide": (3, 3 * PART),
     "short": (0, 200, 1, 0, 7, 3, 3, 0, 8),
 }
 FAST = (("rising", 50), ("neighbours", 50), ("wide", 50), ("short", 1), ("short", 16))

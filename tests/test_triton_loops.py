@@ -6,25 +6,12 @@ what it was before.
 """
 
 import ast
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 KERNELS = sorted((ROOT / "grpo_kernels").glob("*/triton_*.py"))
-TTIR = """
-from benchmarks.compile_launches import head_launches, kernels, recorded
-from triton.backends.compiler import GPUTarget
-from benchmarks.compile_report import compiled
-launches = [x for x in recorded(head_launches) if x.kernel == "token_stats_kernel"]
-launch = max((x for x in launches if not dict(x.constants)["INVARIANT"]
-              and dict(x.constants)["HAS_ENTROPY"]), key=repr)
-print(compiled(launch, "sm_90").asm["ttir"])
-"""
 
 
 def aliases(source: str) -> list[str]:
@@ -58,15 +45,3 @@ def test_an_alias_is_seen():
     loop = "def f(a):\n    b = a\n    while c:\n        a = b\n        b = a + 1\n"
     assert aliases(loop) == ["f:2: b = a"]
     assert aliases(loop.replace("        a = b\n", "")) == []
-
-
-def test_a_row_swept_twice_has_the_anchor_of_its_last_sweep():
-    """In Triton's IR, the log-prob is the target's logit less what the loop returns."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", TTIR]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    loop = re.search(r"\n( *)(%\w+):\d+ = scf\.while ", done.stdout)
-    indent, name = loop.groups()
-    after = done.stdout[loop.end() :].split(f"\n{indent}}} attributes", 1)[-1]
-    assert re.search(rf"arith\.subf %\w+, {name}#\d+ : f32", after), after

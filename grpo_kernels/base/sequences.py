@@ -188,12 +188,17 @@ def _shape(ndim: int, rows: int, _: int, size: int) -> str:
 
 
 def masked_quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
-    """`torch.quantile(x[mask], q)`, 0-d, of any size and without reading the mask's count."""
+    """`torch.quantile(x[mask], q)`, 0-d, of any size and without reading the mask's count.
+
+    0 if the mask has none.
+    """
     if not x.numel():
         return x.new_zeros(())
     ordered = torch.where(mask != 0, x, torch.inf).sort().values
-    position = q * (mask.sum(dtype=wide_dtype(mask)) - 1).clamp(min=0)
+    count = mask.sum(dtype=wide_dtype(mask))
+    position = q * (count - 1).clamp(min=0)
     below = position.floor()
     # Not ordered[below], which would read the index from the device.
     ends = ordered.index_select(0, torch.stack([below, position.ceil()]).long())
-    return torch.lerp(ends[0], ends[1], (position - below).to(x.dtype))
+    quantile = torch.lerp(ends[0], ends[1], (position - below).to(x.dtype))
+    return quantile.masked_fill(count == 0, 0.0)

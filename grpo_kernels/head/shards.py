@@ -111,7 +111,7 @@ class VocabShards(SingleRank):
         absent = stats.logsumexp == -torch.inf
         local = [stats.logsumexp, stats.logps.masked_fill(absent, -torch.inf)]
         if stats.entropy is not None:
-            local.append(stats.entropy.masked_fill(absent, 0.0))
+            local.append(stats.entropy)
         ranks = _gathered(torch.stack(local), self.group)
         logsumexps, target_logps = ranks[:, 0], ranks[:, 1]
         peak, top = logsumexps.max(0, keepdim=True)

@@ -96,7 +96,8 @@ def _set_softmax(
     target_logit = transform.apply(logits.gather(1, targets[:, None].clamp(min=0)))
     logps = (target_logit - peak).squeeze(1) - log_total
     stats.logps.copy_(logps.masked_fill(targets < 0, -torch.inf))
-    stats.logsumexp.copy_(peak.squeeze(1) + log_total)
+    # A rank whose columns are all -inf has no share.
+    stats.logsumexp.copy_(torch.where(peak == -torch.inf, peak, peak + log_total[:, None])[:, 0])
     stats.entropy.copy_(log_total - weighted / total)
     return widened(total)
 

@@ -60,9 +60,9 @@ def group_advantages(
     A group whose rewards are all equal, as in a group of one, gets exactly 0.
 
     Args:
-        rewards: `[B]`, or `[B, R]` for R reward functions. NaN if a function did not apply: it is
-            left out of the completion's sum. If none applied, the completion is left out of every
-            mean and std, and its advantage is 0.
+        rewards: `[B]`, or `[B, R]` for R reward functions, finite. NaN if a function did not
+            apply: it is left out of the completion's sum. If none applied, the completion is left
+            out of every mean and std, and its advantage is 0.
         groups: the size of all groups, whose completions are consecutive; or `[B]`, the integer id
             of each completion's group, in any order, for groups of any size.
         scale: the divisor of the difference to the group's mean: `"group"` (std of the group),
@@ -82,6 +82,11 @@ def group_advantages(
     check_tensor("rewards", rewards, dtypes=FLOATS)
     if rewards.ndim not in (1, 2):
         raise ValueError(f"rewards: expected shape [B] or [B, R]; got {list(rewards.shape)}")
+    if rewards.isinf().any():
+        raise ValueError(
+            "rewards: expected finite numbers, or NaN where a function did not apply; got "
+            "infinite ones: clamp them"
+        )
     check_choice("scale", scale, SCALES)
     check_choice("aggregation", aggregation, REWARD_AGGREGATIONS)
     eps = check_number("eps", eps, "> 0")
@@ -110,7 +115,6 @@ def group_advantages(
         total = (normalised * factors).nansum(1).masked_fill(unscorable, torch.nan)[:, None]
         advantages = (total - total.nanmean()) / (overall.std(total) + eps)
     # A std over one value is NaN, and so is an unscorable completion's advantage.
-    advantages = advantages.nan_to_num(nan=0.0)
     return advantages.squeeze(1).masked_fill(equal.all(1) | unscorable, 0.0).float()
 
 

@@ -190,6 +190,9 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "off_policy": ({"off_policy_threshold": 0.01}, _ALL),
     "top_entropy": ({"top_entropy_quantile": 0.4}, _OLD),
     "top_entropy_bonus": ({"top_entropy_quantile": 0.4, "entropy_coef": 0.1}, _OLD),
+    "entropy_threshold": (
+        {"top_entropy_quantile": 0.4, "entropy_threshold": 1.05, "entropy_coef": 0.1}, _OLD
+    ),
     "everything": (
         {"loss_type": "grpo", "beta": 0.1, "kl_clamp": 1.0, "delta": 1.5, "entropy_coef": 0.05,
          "is_correction": "token_truncate", "off_policy_threshold": 0.05,
