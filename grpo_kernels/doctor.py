@@ -45,7 +45,7 @@ class Package(NamedTuple):
         return f"pip install '{self.name}{self.versions}'"
 
 
-# The versions are those of pyproject.toml.
+# Versions as in pyproject.toml.
 PACKAGES = (
     Package("torch", ">=2.10", "everything"),
     Package("triton", ">=3.6", "kernels on a GPU"),
@@ -60,12 +60,12 @@ PACKAGES = (
     Package("liger-kernel", "", "comparisons only; FusedLinearGRPOLoss works without it"),
 )
 CALLS = ("one pass", "two passes", "support", "exact KL")
-# Allowed errors, those of the tests: relative for gradients, absolute for log-probs.
+# Allowed errors, as in the tests: relative for gradients, absolute for log-probs.
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.5e-3, torch.float16: 2.5e-3}
 # On CUDA the gradient of the logits is rounded to bf16, too.
 CUDA_BF16_TOLERANCE = 6e-3
 LOGPS_TOLERANCE = 1e-4
-# What a call over a head takes, of a batch.
+# The arguments of a call over a head, from a batch.
 _head_arguments = itemgetter("hidden", "weight", "targets", "mask")
 
 
@@ -79,7 +79,7 @@ def installed(package: str) -> str | None:
 
 
 def check_package(package: Package) -> tuple[str, str | None]:
-    """Returns a line of the table, and what is wrong with the installed version or None."""
+    """Returns a line of the table, and the fault of the installed version or None."""
     version = installed(package.name)
     if version is None and package.name == "torch":
         version = torch.__version__  # built from source, without metadata
@@ -117,7 +117,7 @@ def half_precision(device: torch.device) -> str:
 
 
 def backend_of(device: torch.device) -> str:
-    """Returns the backend that runs on the device, and why if it is not Triton."""
+    """Returns the backend that runs on the device, with the reason if it is not Triton."""
     if select_backend("auto", device).policy_loss is not None:
         return "triton"
     if device.type == "cpu":
@@ -157,7 +157,7 @@ def make_support(batch: dict[str, Tensor]) -> Support:
     position = torch.arange(len(targets), device=targets.device)
     counts = position % 9 * batch["mask"].reshape(-1)
     steps = torch.arange(8, device=targets.device)
-    # The target's neighbours by steps of 31, of which the vocabulary's size is no multiple.
+    # The target's neighbours by steps of 31; V is no multiple of it.
     ids = (targets[:, None] + 31 * (steps - position[:, None] % 3 * (counts[:, None] > 2))) % V
     token_ids = ids[steps < counts[:, None]]
     return Support(token_ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
@@ -215,7 +215,7 @@ def _run(call: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, T
 
 
 def check_call(call: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str | None]:
-    """Returns a line of the table, and what is wrong with the results or None."""
+    """Returns a line of the table, and the fault of the results or None."""
     label = f"{device.type:8}{name_of(dtype):10}{call:12}"
     try:
         errors = measure_errors(call, dtype, device)
@@ -238,7 +238,7 @@ def check_call(call: str, dtype: torch.dtype, device: torch.device) -> tuple[str
 
 
 def _report(results: Iterator[tuple[str, str | None]]) -> list[str]:
-    """Prints the lines as they come; returns what is wrong."""
+    """Prints the lines as they come; returns the faults."""
     problems = []
     for line, problem in results:
         print(line, flush=True)

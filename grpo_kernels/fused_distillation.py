@@ -7,8 +7,7 @@
         D       = dL/dZ                         on the memory of Z
         dh, dW += D W, D^T h                    GEMMs 3 and 4, dW accumulated in float32
 
-The weight of a token in the loss is a constant. Its gradient is known as soon as its logits are:
-one pass.
+The weight of a token in the loss is a constant, so its gradient follows from its logits: one pass.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def fused_distillation_loss(
             by `beta` goes to the forward KL; as it goes to 1, the loss divided by `1 - beta` goes
             to the reverse KL.
         num_items: denominator of the loss, a number > 0 or 0-d tensor: the unmasked tokens of the
-            optimizer step. None: those of this call.
+            optimizer step. None: the count of this call.
         execution: backend, memory and reproducibility.
 
     Returns:

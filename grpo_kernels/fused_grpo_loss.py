@@ -18,11 +18,11 @@ entropy or by an exact KL, or the GEMMs take float16, a second sweep makes it: `
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. In
 float16 they are computed and stored `scale` times as large, a power of two.
 
-A reference has its log-probs taken before, or with an exact KL a strip of logits beside the
-policy's (`head/two_heads.py`).
+A reference's log-probs are computed before; with an exact KL, its logits together with the
+policy's, strip by strip (`head/two_heads.py`).
 
-For other objectives the log-probs are taken first, by the two passes of
-`linear_logprobs`, and the loss over them is differentiated.
+For other objectives `linear_logprobs` makes the log-probs first, in two passes, and the loss over
+them is differentiated.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ def fused_grpo_loss(
     Returns:
         `loss`: float32 scalar.
         `metrics`: 0-d device tensors, means over unmasked tokens, computed when first read; reading
-            a value synchronizes (`docs/objectives.md` lists them, `docs/support.md` those of a
-            support).
+            a value synchronizes. `docs/objectives.md` lists them, `docs/support.md` a support's.
         `logps`, `entropy`: float32 in the shape of `targets`, detached (`linear_logprobs` has
             differentiable ones); 0 where masked without a weight in `ce_weights`.
         `ref_logps`, `kl`: the reference's log-probs or the exact KL to it, same shape; None without
@@ -207,8 +206,8 @@ def fused_grpo_loss(
 class _OnePass(torch.autograd.Function):
     """The loop over chunks, of a token-local objective.
 
-    Returns the loss; per token, detached, log-probs, entropy, the exact KL and the loss's gradient
-    by the first two, which are None where not computed.
+    Returns the loss; per token, detached, log-probs, entropy, the exact KL and the loss's gradients
+    by log-probs and entropy; None for what is not computed.
     """
 
     @staticmethod

@@ -1,9 +1,8 @@
 """Checks of tensors, at once, and of values on the device, all in one transfer.
 
-Shapes, dtypes and devices are known on the host. Values (target ids, NaN advantages, masks that are
-not 0 or 1, `cu_seqlens`) live on the device, where reading them synchronizes; `ValueChecks` gathers
-those questions, so that a call that reads its row counts anyway asks them in the same transfer, and
-a call that reads nothing asserts them on the device.
+Reading values (target ids, NaN advantages, masks that are not 0 or 1, `cu_seqlens`) synchronizes.
+`ValueChecks` collects their checks: a call reads them together with its row counts, or asserts them
+on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 _T = TypeVar("_T", bound=Callable[..., Any])
-# Modules of subclasses of torch.Tensor whose operators are those of their values.
+# Modules of torch.Tensor's subclasses that compute as plain tensors do.
 _AS_TENSORS = ("torch.distributed.", "torch._subclasses.", "torch.testing.")
 HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -68,10 +67,7 @@ def check_tensor(
 
 
 def names_are_answered(call: _T) -> _T:
-    """Has the TypeError of a function or class for a keyword that it lacks say what to use.
-
-    Where the arguments fit, this is one more Python call.
-    """
+    """Adds what to use instead to a function's or class's TypeError for an unknown keyword."""
     function: Callable[..., Any] = call.__init__ if isinstance(call, type) else call  # type: ignore
 
     @functools.wraps(function)
@@ -95,7 +91,7 @@ def names_are_answered(call: _T) -> _T:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Returns False for a sparse or nested tensor, and for a subclass with operators of its own.
+    """Returns False for a sparse or nested tensor, and for a subclass that overrides operators.
 
     Quantised weights are such subclasses: they claim a floating-point dtype.
     """
@@ -111,9 +107,9 @@ def check_bool(name: str, value: object) -> None:
 
 
 def as_number(value: Any) -> Any:
-    """Returns Python's number for another one, such as NumPy's, also of a 0-d array.
+    """Returns Python's number for NumPy's and the like, also from a 0-d array.
 
-    Everything else is returned as it is, tensors and bools too.
+    Returns everything else as it is, tensors and bools too.
     """
     if type(value) in (bool, int, float, str, type(None)) or isinstance(value, Tensor):
         return value
@@ -125,7 +121,7 @@ def as_number(value: Any) -> Any:
 
 
 def plain_numbers(options: Any) -> None:
-    """Makes the numbers in the fields of a dataclass Python's, those in lists and dicts too."""
+    """Converts the numbers in a dataclass's fields to Python's, also in lists and dicts."""
     for option in fields(options):
         value = getattr(options, option.name)
         number: Any = as_number(value)
@@ -189,7 +185,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 def flatten(x: Tensor) -> Tensor:
     """Flattens to `[N]`, contiguous, as kernels address it: reshape may return a strided view.
 
-    A copy of one made in inference mode, which autograd would not save.
+    Copies a tensor made in inference mode, which autograd would not save.
     """
     return saveable(x.reshape(-1).contiguous())
 
@@ -202,7 +198,7 @@ def saveable(x: Tensor) -> Tensor:
 
 @dataclass
 class Sizes:
-    """Whole numbers, int64 `[K]` on the device; `numbers` once they have been read."""
+    """Integers, int64 `[K]` on the device; `numbers` has them once they have been read."""
 
     on_device: Tensor
     numbers: list[int] = field(default_factory=list)
@@ -210,10 +206,7 @@ class Sizes:
 
 @dataclass
 class ValueChecks:
-    """Questions about values on the device: each a count of offenders and a message.
-
-    And sizes that are wanted for their own sake.
-    """
+    """Checks of values on the device, each a count of offenders and a message; sizes to read."""
 
     counts: list[Tensor] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
@@ -224,13 +217,13 @@ class ValueChecks:
         self.messages.append(message)
 
     def ask(self, *sizes: Tensor) -> Sizes:
-        """Sizes, 0-d or `[K]`, that are read together with the checks."""
+        """Adds sizes, 0-d or `[K]`, to read together with the checks."""
         answer = Sizes(torch.cat([size.reshape(-1) for size in sizes]))
         self.sizes.append(answer)
         return answer
 
     def read(self, *further: Tensor) -> list[int]:
-        """Reads all of it, and `further` 0-d counts, in one transfer; raises for offenders."""
+        """Reads checks, sizes and `further` 0-d counts in one transfer; raises for offenders."""
         questions = [x.reshape(1) for x in (*self.counts, *further)]
         questions += [answer.on_device for answer in self.sizes]
         answers = iter(torch.cat(questions).tolist() if questions else ())

@@ -1,4 +1,4 @@
-"""Names that other libraries have, and what to use here; loaded where a name is not known.
+"""Names in other libraries, and what to use here; loaded for an unknown name only.
 
 A hint about an option of this library begins with "Set" and its name.
 """
@@ -220,7 +220,7 @@ def of_keyword(name: str, call: Callable[..., Any]) -> str | None:
 
 
 def of_choice(value: object, choices: Iterable[object]) -> str:
-    """Asks for the choice that is spelt nearly as a value; empty if there is none."""
+    """Suggests the choice spelt most like the value; "" if there is none."""
     plain = {re.sub(r"[^a-z0-9+]", "", str(x).lower()): str(x) for x in choices}
     spelt = re.sub(r"[^a-z0-9+]", "", str(value).lower())
     near = [spelt] if spelt in plain else get_close_matches(spelt, plain, cutoff=0.75)

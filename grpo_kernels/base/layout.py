@@ -143,7 +143,7 @@ class Layout:
 def check_targets(
     targets: object, shape: Sequence[int], device: torch.device, states: str = "hidden"
 ) -> Tensor:
-    """Returns the target ids as int64 `[N]`; `states`: the name of what predicts them."""
+    """Returns the target ids as int64 `[N]`; `states` names the predicting tensor in errors."""
     if isinstance(targets, Tensor) and targets.shape[:-1] == shape[:-1] and targets.ndim:
         T, length, first = targets.shape[-1], shape[-1], ":, " * (targets.ndim - 1)
         hint = ""
@@ -170,7 +170,7 @@ def check_target_ids(targets: Tensor, mask: Tensor | None, V: int, checks: Value
 
 
 def selected(mask: Tensor, x: Tensor, otherwise: float) -> Tensor:
-    """The rows of `x` in `mask`; `otherwise` in the others."""
+    """The rows of `x` in `mask`, and `otherwise` elsewhere."""
     return torch.where(mask if x.ndim == 1 else mask[:, None], x, otherwise)
 
 

@@ -38,8 +38,8 @@ class Sequences:
     def sum(self, x: Tensor) -> Tensor:
         """Sums `x [..., N]` over each sequence, `[..., B]`.
 
-        In float64 where there is one: a GPU adds packed tokens in any order, and the differences
-        that makes are then rounded away.
+        In float64 where there is one: a GPU adds packed tokens in any order, and rounding to
+        float32 hides the differences.
         """
         dtype = wide_dtype(x)
         if self.ids is None:
@@ -118,7 +118,7 @@ def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
         torch.cat(torch.distributed.nn.all_gather(x, group=group), dim=-1)
 
-    except for the gradient of `x`: this rank's slice of the result's gradient, not the sum of all
+    but the gradient of `x` is this rank's slice of the result's gradient, not the sum of all
     ranks' slices. With the same loss on every rank, the ranks' gradients add up to the loss's.
 
     Args:

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _lines(paths: list[Path], options: argparse.Namespace) -> Iterator[str]:
-    """Does what the paths ask for; returns what to print."""
+    """Writes the pages of the paths; yields the lines to print."""
     # `.` and `..` have no name for a page.
     paths = [_log_in(path if path.name.strip(".") else path.resolve()) for path in paths]
     kinds = {path: _kind(path) for path in paths}

@@ -1,9 +1,9 @@
-"""Causes of a step's loss, one function each, which read an explanation alone.
+"""Causes of a step's loss, one function each, from an explanation alone.
 
-A cause that single tokens carry has the share of the gradient that they have beyond what as many
-average tokens would have; its tokens count in none of the next such causes. A cause of the whole
-step has the share of the tokens, of the nats or of the gradient, that shows it. So shares do not
-add up to 1. Truncated completions come last: a limit on the length cuts many in calm steps too.
+The share of a cause that single tokens carry is their share of the gradient minus an average
+token's, each; later such causes do not count these tokens. The share of a cause of the whole step
+is the share of tokens, nats or gradient that shows it. So shares do not add up to 1. Truncated
+completions come last: a length limit cuts many in calm steps too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Thresholds:
     times: float = 10.0  # a token relative to the average one, an advantage to the median one
     ratio: float = 2.0  # of policy and old policy
     kl: float = 0.5  # share of the KL in the absolute loss of all tokens
-    mean_kl: float = 0.1  # mean KL of which `tokens` have half
+    mean_kl: float = 0.1  # mean KL; a share of `tokens` has half of it
     length: float = 25.0  # weight of a sequence's tokens relative to the average token
     long: float = 5.0  # length of a sequence relative to the average one
     sequence: float = 0.15  # share of the gradient of a sequence beyond an equal part
@@ -49,7 +49,7 @@ class Thresholds:
             check_number(f"thresholds.{field.name}", getattr(self, field.name), "> 0")
 
 
-# What is said of a cause, before its worst tokens with a number each.
+# The text of a cause; its worst tokens follow, with a number each.
 _TEXTS = {
     "not_finite": "the loss or gradient of {tokens} is NaN or infinite; log-probs",
     "kl": "the KL term outweighs the policy term at {tokens}; the share of the loss or gradient "
@@ -125,7 +125,7 @@ class _Step:
         self.explanation, self.limit, columns = explanation, thresholds, explanation.columns
         self.sequence, self.N = explanation.sequence, len(explanation.sequence)
         self.B = len(explanation.sequences)
-        # Without gradients the loss stands for them.
+        # Without gradients, by the loss.
         ones = torch.ones(self.N, dtype=torch.float32, device="cpu")
         self.part = shares(columns.get("gradient_share", columns.get("loss", ones)))
         self.policy = ~columns.get("advantage", self.part).isnan()
@@ -135,7 +135,7 @@ class _Step:
         return torch.full_like(self.part, torch.nan) if column is None else column
 
     def fact(self, name: str) -> Tensor:
-        """A fact of each sequence, float64 `[B]`, NaN where it is not known."""
+        """A fact of each sequence, float64 `[B]`, NaN where it is unknown."""
         values = [row.get(name) for row in self.explanation.sequences]
         numbers = [float("nan") if x is None else float(x) for x in values]
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -148,13 +148,13 @@ class _Step:
         return float((chosen & self.policy).sum() / self.policy.sum().clamp(min=1))
 
     def take(self, chosen: Tensor) -> None:
-        """Leaves the gradient of these tokens out of the causes that follow."""
+        """Excludes the gradient of these tokens from the following causes."""
         self.part = self.part.masked_fill(chosen, 0.0)
 
     def carried(
         self, text: str, chosen: Tensor, size: Tensor, least: float = 0.0, **values: Any
     ) -> Iterator[Found]:
-        """The cause, if its tokens carry more than an equal part; they have none afterwards."""
+        """The cause, if its tokens carry more than an equal part; later causes exclude them."""
         part, least = float(self.part[chosen].sum()), least or self.limit.share
         share = part - int(chosen.sum()) / self.N
         if share >= least:
@@ -162,7 +162,7 @@ class _Step:
             self.take(chosen)
 
     def cause(self, name: str, remedy: str, found: Found) -> Cause:
-        """The cause with its tokens by size, which stands beside the three largest."""
+        """The cause with its tokens by `size`; the text shows the three largest sizes."""
         size, chosen = found.size, found.chosen
         keys = size.abs().nan_to_num(torch.inf, torch.inf).masked_fill(~chosen, -1)
         order = keys.argsort(descending=True, stable=True)[: min(20, int(chosen.sum()))].tolist()
@@ -209,7 +209,7 @@ def _kl(step: _Step) -> Iterator[Found]:
             return step.take(chosen)
         if broad >= limit.kl and step["loss"].any():
             return (yield Found("kl_all_over", broad, term > 0, step["kl"]))
-    # As a metric: one e^d of k3 can be most of it, and little of the loss.
+    # As a metric: one e^d of k3 can be most of the KL, and little of the loss.
     kl, count = step["kl"].abs().nan_to_num(0.0), int(step.policy.sum())
     order = kl.argsort(descending=True)
     order = order[: 1 + int((kl[order].cumsum(0) < kl.sum() / 2).sum())]
@@ -231,7 +231,7 @@ def _importance_weight(step: _Step) -> Iterator[Found]:
     largest = float(weight[large].max()) if large.any() else 0.0
     text = "weight_cap" if (large & (weight == largest)).sum() > 1 else "weight"
     yield from step.carried(text, large, weight, largest=largest)
-    # A sequence without any token left is one that the off-policy mask took.
+    # The off-policy mask drops all tokens of a sequence.
     whole = step.sums(dropped) == step.sums(step.policy)
     dropped &= (weight == 0) | (whole[step.sequence] & (step["advantage"] < 0))
     if (share := step.share(dropped)) >= limit.dropped:
@@ -264,7 +264,7 @@ def _group(step: _Step) -> Iterator[Found]:
         G, far = len(ids), (values - values.mean()).abs()
         if group["group"] is None or G < 4 or not values.std() > 0:
             continue
-        # The farthest that one can be from the others, if these are all equal.
+        # The largest possible distance, of one reward from others that are all equal.
         for b in ids[far / values.std() > 0.99 * (G - 1) / G**0.5].tolist()[:1]:
             known = {"b": b, "others": G - 1, "group": group["group"], "advantage": advantages[b]}
             chosen = (step.sequence == b) & (step.part > 0)
@@ -292,7 +292,7 @@ def _sampler(step: _Step) -> Iterator[Found]:
     if ids is not None:
         _, inverse, counts = ids.unique(return_inverse=True, return_counts=True)
         kinds["ids seen once"] = counts[inverse] == 1
-    # Of most of a kind, and most of those that are off.
+    # Most tokens of a kind, and most of the tokens that are off.
     which = [
         f"at {kind}" for kind, tokens in kinds.items()
         if (n := (off & tokens).sum()) > 1 and 2 * n > tokens.sum() and 2 * n > off.sum()
@@ -358,7 +358,7 @@ def _truncated(step: _Step) -> Iterator[Found]:
         yield Found("truncated", share, chosen, step.part)
 
 
-# Those that take tokens from the next come first; then options of this library, and of peers.
+# Causes that exclude tokens from later ones come first. Remedies: our options, then peers'.
 _CAUSES: dict[str, tuple[Callable[[_Step], Iterator[Found]], str]] = {
     "not_finite": (_not_finite, "look for NaN or inf in weights, hidden states, old_logps and "
         "ref_logps; go back to a checkpoint"),

@@ -14,14 +14,14 @@ import torch
 from .explanation import SHARES, Explanation, group_sums
 from .records import LARGEST, text_of
 
-# prime-rl's names of the columns that both have. Its ratio is the policy's to the sampler's.
+# prime-rl's names of our columns. Its ratio is the policy's to the sampler's.
 _PRIME_RL = {
     "importance_ratio": "ratio", "trainer_logprobs": "logp", "entropy": "entropy",
     "advantages": "advantage", "is_masked": "dropped", "log_importance_ratio": "sampler_gap",
 }  # fmt: skip
 # Numbers of a sequence that causes, groups and pages compute with.
 _NUMBERS = ("length", "advantage", "reward", "truncated")
-# What is known of a sequence, and its tokens' columns by name.
+# Facts of a sequence, and its tokens' columns by name.
 Row = tuple[dict[str, Any], dict[str, list[Any]]]
 
 
@@ -58,7 +58,7 @@ def read(path: str | Path) -> Explanation:
 def _parse(
     path: Path, place: str, items: Iterable[Any], parse: Callable[[Any], Row], rows: list[Row]
 ) -> None:
-    """Adds a file's rows, which have the same columns; an error says in which one it is."""
+    """Adds a file's rows, which have the same columns; an error names the row."""
     for number, item in enumerate(items, 1):
         try:
             rows.append(parse(item))
@@ -75,7 +75,7 @@ def _line(line: bytes) -> Row:
 
 
 def _own(row: dict[str, Any]) -> Row:
-    """Checks a row of `write_jsonl`. Sequences are counted anew: a file may have some of them."""
+    """Checks a row of `write_jsonl`. Drops sequence numbers: a file may have only some rows."""
     tokens, group = row.pop("tokens", None), row.get("group", "none")
     _expect(isinstance(tokens, dict), "tokens: an object", tokens)
     _expect(isinstance(tokens.get("position"), list), "tokens.position: a list", [*tokens])
@@ -111,7 +111,7 @@ def _prime_rl(row: dict[str, Any]) -> Row:
     ends = zip(columns["is_masked_low"], columns["is_masked_high"], strict=True)
     tokens = {"position": [i - start for i in trained], "token_id": columns["token_ids"]}
     tokens |= {ours: columns[theirs] for theirs, ours in _PRIME_RL.items()}
-    # Its mask is by the importance ratio, and the weight of the others is not exported.
+    # prime-rl masks by the importance ratio and does not export the weight of other tokens.
     tokens["importance_weight"] = [0.0 if x == 1 else math.nan for x in tokens["dropped"]]
     return sequence, tokens | {"clip": [high - low for low, high in ends]}
 

@@ -1,4 +1,4 @@
-"""Pages in one HTML file that need no network: a head that all share, and a part of their own."""
+"""Pages in one HTML file that need no network: a shared frame, and a part for each kind of page."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ def render(name: str, title: str, data: Mapping[str, Any], **texts: str) -> str:
     """Returns a page in ASCII, which runs only its own script and loads nothing.
 
     Args:
-        name: the part of its own, `step.html`, say: a style, what stands in the header and below
-            it, and a script.
+        name: the kind's part, such as `step.html`: a style, the header, the body and a script.
         title: of the page and its tab.
-        data: what the script finds as `D`.
+        data: the script's variable `D`.
         texts: texts for places of the part, `VERDICT="..."` for `@VERDICT@`.
     """
     escaped = {
@@ -90,7 +89,7 @@ def step_page(
 
 
 def _place(title: str, page: Path) -> tuple[str, dict[str, str]]:
-    """The title and the links of a page, which are a step's in a run's folder."""
+    """The title and the links of a page; a step's page in a run's folder links to other pages."""
     here = _STEP.fullmatch(page.name)
     if page.parent.name != "explanations" or not here:
         return title, dict.fromkeys(("REPORT", "PREVIOUS", "NEXT"), "")
@@ -112,7 +111,7 @@ def pages(folder: Path) -> dict[int, str]:
 
 
 def link_next(folder: Path, step: float, name: str) -> None:
-    """Has the last page before a step lead to this one as the next; to none, if it is empty."""
+    """Links the last page before a step to the page `name`; to none, if it is empty."""
     for page in [folder / x for number, x in pages(folder).items() if number < step][-1:]:
         place, scratch = rb'(<a rel="next" href=")[^"]*', page.with_suffix(".tmp")
         scratch.write_bytes(re.sub(place, rb"\g<1>" + name.encode(), page.read_bytes(), count=1))

@@ -1,4 +1,4 @@
-"""Rules that tell whether the numbers of a run are normal: one table, and what applies it.
+"""Rules for the numbers of a run: one table, and functions that apply it.
 
 `docs/normal.md`, the trainer's warnings and the answers of `python -m grpo_kernels.explain LOG`
 come from this table.
@@ -24,13 +24,13 @@ class Rule(NamedTuple):
     live: int  # number of last steps by which the trainer warns during a run; 0: never
     find: Callable[[Log], str]  # returns the numbers of a log that show it, in words, or ""
     source: str  # threads and papers
-    reading: str  # what is seen
+    reading: str  # the sign in the log
     why: str
-    do: str = ""  # our options, then those of others
+    do: str = ""  # our options, then others'
 
 
 class Finding(NamedTuple):
-    """A rule, and the numbers it saw."""
+    """A rule, and the numbers that show it."""
 
     rule: Rule
     saw: str
@@ -201,12 +201,12 @@ python -m grpo_kernels.explain step_12/    # tokens: TRL's parquet, prime-rl's e
 def verdicts(
     rows: Sequence[Row], options: Mapping[str, Any] = {}, names: Mapping[str, str] = {}
 ) -> list[Finding]:
-    """Returns what a log shows, the most urgent first.
+    """Returns the findings in a log, the most urgent first.
 
     Args:
         rows: steps with our names of metrics, as `logs.read` returns them.
-        options: those of the run that are known, as its `config.json` has them.
-        names: the log's names of our metrics, for what is said.
+        options: the run's known options, as its `config.json` has them.
+        names: the log's names of our metrics, for the texts.
     """
     first = next((row for row in rows if row.get("entropy") is not None), {})
     log, found = Log(rows, options, first), []
@@ -218,7 +218,7 @@ def verdicts(
 
 
 class Watch:
-    """The trainer's warnings, step by step; the same one comes again only after `FAST` steps.
+    """The trainer's warnings, step by step; each is repeated after `FAST` steps at the earliest.
 
     Args:
         options: the run's.
@@ -226,12 +226,12 @@ class Watch:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
-        self.first: Row = {}  # which has an entropy
+        self.first: Row = {}  # the first row with an entropy
         self.rows: deque[Row] = deque(maxlen=WINDOW)
         self.last_steps: dict[str, int] = {}  # by rule
 
     def after_step(self, row: Row) -> list[dict[str, str]]:
-        """Returns names and texts of the rules that the last steps break; call it for each step."""
+        """Returns names and texts of the rules that the last steps show; call it for each step."""
         self.rows.append(row)
         if self.first.get("entropy") is None:
             self.first = row

@@ -29,7 +29,7 @@ from .explanation import Explanation, group_sums, sequence_shares, shares, sums_
 # Columns that are linear in the loss.
 _SCALED = {"gradient", "entropy_gradient", "loss", "policy", "kl_loss", "ce_loss", "entropy_loss",
            "weight", "d_hidden"}  # fmt: skip
-# Columns with a value at tokens outside of the mask, which only `ce_weights` have.
+# Columns that `ce_weights` give values outside of the mask.
 _OF_ALL = _SCALED - {"weight"} | {"gradient_share", "logp", "entropy", "moved"}
 
 
@@ -72,7 +72,7 @@ def explain(
         rewards: `[B]`, the reward of each completion.
         truncated: `[B]`, True if a completion ended at the length limit.
         d_hidden: `hidden.grad [..., H]`. `gradient_share` is then the share of the norms of its
-            rows, instead of |gradient|: what each token sends into the layers below, before tokens
+            rows, instead of |gradient|: each token's gradient into the layers below, before tokens
             cancel.
         next_logps: log-probs of the same tokens after the optimizer's step.
         prompts: `[B]` texts.
@@ -321,9 +321,9 @@ def _words(
 
 
 def decoded(tokenizer: Any, sequences: Sequence[list[int]]) -> list[list[str]]:
-    """A text per token of each sequence: what it adds to that of the tokens before it.
+    """A text per token of each sequence: what it adds to the text of the tokens before.
 
-    By itself a token may lose its space, and bytes of a character have no text until the last.
+    Decoded alone, a token may lose its space, and a byte of a character has no text.
 
     Raises:
         TypeError: the tokenizer has no `decode`.

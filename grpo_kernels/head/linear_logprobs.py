@@ -1,21 +1,20 @@
-"""Per-token log-probs and entropy of a linear head, differentiable, for any loss of the caller's.
+"""Per-token log-probs and entropy of a linear head, differentiable, for any loss.
 
 Two passes over the same rows, three or four GEMMs. The forward computes each chunk of logits once
-and keeps three numbers per row; the backward, which only then knows the gradient of every log-prob,
+and keeps three numbers per row; the backward, when the gradient of every log-prob is known,
 computes the logits again for the rows that have one:
 
     forward    Z = h W^T;  lse, l, E = token_stats(Z)
     backward   Z = h W^T;  dZ = logit_grads_(Z);  dh = dZ W;  dW += dZ^T h
 
 Rows that are one chunk need three. The forward keeps their exponentials X; X times a factor per row
-is the gradient of the logits (`chunked_head.py`). Another call on the device may take their memory:
-then the backward computes the logits again.
+is the gradient of the logits (`chunked_head.py`). If another call on the device takes their memory,
+the backward computes the logits again.
 
     forward    Z = h W^T;  l, S, X = token_stats(Z)
     backward   dh = r o (X W);  dW = X^T (r o h),  r = -g / (T S) for each row
 
-Where the head is frozen, only dh is needed, and a row of it is a number times the gradient of its
-log-prob: two GEMMs.
+A frozen head needs only dh, whose row is a number times the gradient of its log-prob: two GEMMs.
 
     forward    Z = h W^T;  lse, l, E = token_stats(Z);  u = (dl / dZ) W
     backward   dh = g u
@@ -129,7 +128,7 @@ def linear_logprobs(
 
 
 def _check_options(targets: object, entropy: object, support: object, entries: object) -> None:
-    """Checks what does not depend on the head."""
+    """Checks the options that do not depend on the head."""
     check_bool("entropy", entropy)
     check_bool("entries", entries)
     if entries and support is None:
@@ -146,8 +145,8 @@ def compute_logprobs(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Log-probs, entropy, logsumexp and divergence of each token, flat.
 
-    Tokens with a kept set have those of its softmax, the others of their row of logits. With
-    `entries` log-probs are those of all entries of the support.
+    The softmax is over a token's kept set, or over its row of logits if it has none. With
+    `entries`, log-probs are of all entries of the support.
     """
     sets, rows_forward = plan.sets, partial(_TwoPasses.apply, *call.tensors)
     if sets is None:
@@ -210,14 +209,14 @@ class _TwoPasses(torch.autograd.Function):
 
 
 def _first_pass(tensors: Sequence[Tensor], plan: HeadPlan) -> tuple[list[Tensor], list[Any]]:
-    """Computes the statistics of all rows `[N]`, and what else the second pass gets.
+    """Computes the statistics of all rows `[N]`, and further tensors for the second pass.
 
-    Statistics are in the order of `plan.stats`, 0 for masked rows. The rest: exponentials `[C, V]`
-    of all rows and their sums `[C]` (`GradMode.KEPT_EXPS`); gradients of the sum of the log-probs,
-    one per tensor of the terms that needs one; or nothing.
+    Statistics are in the order of `plan.stats`, 0 for masked rows. The further tensors are
+    exponentials `[C, V]` of all rows and their sums `[C]` (`GradMode.KEPT_EXPS`); or gradients of
+    the sum of the log-probs, one per tensor of the terms that needs one; or none.
     """
     N, K, like = len(tensors[0]), plan.spec.targets_per_token, tensors[0]
-    # Not views of one tensor: the caller may change them in place.
+    # No views of one tensor, as the caller may change them in place.
     per_token = [
         like.new_zeros(shape, dtype=torch.float32)
         for shape in ((N, K) if K > 1 else (N,), *[(N,)] * (plan.stats.size() - 1))
@@ -246,15 +245,15 @@ def _second_pass(
     d_stats: StatGrads,
     needs_grad: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """Computes the gradients of the terms' tensors from those of the statistics.
+    """Computes the gradients of the terms' tensors from the statistics' gradients.
 
     Args:
         tensors: of the terms.
         plan: of the forward.
         forward_values: statistics and gradients that `_first_pass` has returned.
-        kept: exponentials and their sums, which it may return in place of gradients.
+        kept: exponentials and their sums, which `_first_pass` may return in place of gradients.
         d_stats: the gradients of the statistics.
-        needs_grad: for each of `tensors`, whether it gets one.
+        needs_grad: for each of `tensors`, whether it gets a gradient.
     """
     size = plan.stats.size()
     stats = plan.stats.of(forward_values[:size], entropy=plan.entropy)
@@ -265,7 +264,7 @@ def _second_pass(
     each = [x != 0 for x in d_stats if x is not None]
     needed = torch.stack([x if x.ndim == 1 else x.any(1) for x in each]).any(0)
     if plan.tokens is not None:
-        # Masked rows came back as the constant 0, whatever gradient their value is given.
+        # Masked rows were returned as the constant 0 and have no gradient.
         needed &= plan.tokens
     if stored and only_logps:
         assert d_stats.logps is not None
@@ -300,7 +299,7 @@ def _gradients(
     needs_grad: Sequence[bool],
     plan: HeadPlan,
 ) -> list[Tensor | SplitSum | None]:
-    """Makes the gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
+    """The gradients of the terms' tensors, from the gradients of all rows' statistics `[N]`."""
     head = plan.chunked_head(tensors)
     grads = replace(plan, needs_grad=needs_grad).gradients(tensors)
     for chunk in plan.rows.chunks():
@@ -317,9 +316,9 @@ def _from_kept(
     needs_grad: Sequence[bool],
     plan: HeadPlan,
 ) -> list[Tensor | SplitSum | None] | None:
-    """Makes what `_gradients` does from the exponentials of the plan's one chunk, and their sums.
+    """The gradients of the terms' tensors, from the exponentials of the plan's one chunk.
 
-    None if another call has taken their memory, or if there is too little beside them.
+    None if another call has taken their memory, or if too little other memory is free.
     """
     exps, total = kept
     (chunk,) = plan.rows.chunks()
@@ -351,7 +350,7 @@ def _scaled_rows(stored: Tensor | None, factors: Tensor, needed: Tensor) -> Tens
 
 def _largest(gradients: Sequence[Tensor | None], needed: Tensor) -> Tensor:
     """The largest size among the gradients of rows that are needed, 0-d."""
-    # Rows that are not needed may be given anything, NaN included.
+    # Rows that are not needed may hold anything, NaN included.
     peaks = [selected(needed, x, 0.0).abs().amax() for x in gradients if x is not None and len(x)]
     none = torch.zeros((), dtype=torch.float32, device=needed.device)
     return torch.stack(peaks).amax() if peaks else none

@@ -1,6 +1,6 @@
 """`LMHead`: from hidden states to a distribution over the vocabulary.
 
-Each object checks itself when it is constructed; the call checks what depends on hidden states.
+Objects check themselves when constructed; the call checks their fit with the hidden states.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The plan of rows: which rows a call computes, in what order, and how many at a time.
 
-Rows with a gradient come first, then those that only need a log-prob; masked rows are left out.
-The call computes them in chunks that fit a byte budget (`budget.py`): its workspace depends on the
-vocabulary and the budget, not on the number of tokens.
+Rows with a gradient come first, then rows that only need a log-prob; masked rows are skipped.
+Chunks of rows fit a byte budget (`budget.py`): the workspace depends on the vocabulary and the
+budget, not on the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .budget import ROW_MULTIPLE, RowBytes, budget_of, buffer_rows
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of the caller's tensors: a slice where they lie together, else their ids."""
+    """Some rows of the caller's tensors: a slice where they are contiguous, else their ids."""
 
     index: slice | Tensor
     size: int
@@ -28,14 +28,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The rows of one call, those with a gradient first. `order` None: all rows as they lie.
+    """The rows of one call, with a gradient first. `order` None: all rows in their order.
 
     Args:
         max_chunk_rows: rows whose gradients are multiplied at a time.
         max_logit_rows: rows whose logits are held at a time: a chunk, or a strip of one.
         num_tokens: all rows of the call, masked or not. Buffers are sized by it: sizes that change
             with the mask fragment the memory of a GPU.
-        row_bytes: of a row's logits, and of their gradient if it has memory of its own.
+        row_bytes: of a row's logits, and of their gradient if it does not overwrite them.
         budget: bytes of one model's buffers at their full size; 0: two models share them.
     """
 
@@ -83,7 +83,7 @@ class RowPlan:
 
     @property
     def gradient_rows(self) -> int:
-        """The rows of the buffer of gradients, 0 where they need none of their own."""
+        """The rows of the buffer of gradients; 0 where they overwrite the logits."""
         needed = self.num_grad_rows and self.row_bytes[1]
         return min(self.max_chunk_rows, self.num_tokens) if needed else 0
 
@@ -118,9 +118,8 @@ def slices(begin: int, end: int, step: int) -> Iterator[slice]:
 
 
 def even_slices(begin: int, end: int, most: int) -> Iterator[slice]:
-    """Cuts a range into slices of about equal size, at most `most`.
-
-    They are multiples of 128 if `most` is. A short last slice would waste a pass over the weight.
+    """Splits a range into slices of about equal size, at most `most`, as a short last slice would
+    waste a pass over the weight. Sizes are multiples of 128 if `most` is.
     """
     return slices(begin, end, _even_step(end - begin, most))
 
@@ -139,10 +138,10 @@ def plan_rows(
     row_bytes: RowBytes,
     chunk_bytes: int | None,
 ) -> RowPlan:
-    """Plans the rows that are `active`, those `with_grad` first; bool `[N]`, None for all.
+    """Plans the rows that are `active`, rows `with_grad` first; bool `[N]`, None for all.
 
-    Reads the row counts and the value checks in one transfer, the only one of a call. Raises
-    ValueError for the checks.
+    Reads the row counts and the value checks in the call's one transfer. Raises ValueError for the
+    checks.
     """
     active_grad = with_grad if active is None or with_grad is None else with_grad & active
     counts = iter(checks.read(*(x.sum() for x in (active, active_grad) if x is not None)))
@@ -160,7 +159,7 @@ def order_of(
     active: Tensor | None, with_grad: Tensor | None, num_tokens: int, num_rows: int,
     num_grad_rows: int, device: torch.device,
 ) -> Tensor | None:  # fmt: skip
-    """The ids of the active rows, those with a gradient first; None: all rows in their order."""
+    """The ids of the active rows, with a gradient first; None: all rows in their order."""
     if num_rows == num_tokens and num_grad_rows in (0, num_tokens):
         return None
     rank = torch.zeros(num_tokens, dtype=torch.uint8, device=device)

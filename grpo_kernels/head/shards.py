@@ -1,19 +1,18 @@
-"""Shards of the vocabulary: what each rank has of it, and what the ranks gather.
+"""Shards of the vocabulary: the columns of each rank, and the statistics that ranks gather.
 
-Every rank sweeps its own columns of every row of logits. One gather of 12 bytes per token then
-tells all of them
+Every rank sweeps its columns of every row of logits. One gather of 12 bytes per token shares
 
     lse_r      log-sum-exp of the rank's columns
     E_r        entropy within them
     l_r        log-prob of the target within them, where the rank has it
 
-from which each merges, in the order of the ranks and thus to the same bits,
+which each rank merges in the order of the ranks, to the same bits:
 
     lse = log sum_r e^(lse_r),    w_r = e^(lse_r - lse)
     l   = l_r + log w_r           of the rank that has the target
     E   = sum_r w_r (E_r - log w_r)
 
-With these the gradient of a rank's logits follows from its own; dH = sum_r D_r W_r is reduced.
+The gradient of a rank's logits then needs no other rank; dH = sum_r D_r W_r is reduced.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from .lm_head import HIDDEN_LAYOUTS, LMHead, Support, VocabRanks
 from .products import put_rows
 from .row_plan import RowPlan
 
-# The least share of a row's softmax that a rank with the target is taken to have, so that the
-# entry of the target stays finite. The error is below float32's resolution.
+# The least share of a row's softmax on the target's rank, so that the entry of the target stays
+# finite. The error is below float32's resolution.
 _LEAST_SHARE = 2.0**-24
 
 
@@ -48,7 +47,7 @@ class VocabShards(SingleRank):
         group: of the ranks.
         start: the vocabulary's id of this rank's first column.
         counts: columns of each rank.
-        layout: whose gradients of rows are, one of `HIDDEN_LAYOUTS`.
+        layout: who sums the gradients of rows, one of `HIDDEN_LAYOUTS`.
         has_bias: whether the raw logits have a bias, which alone may be -inf.
     """
 
@@ -67,7 +66,7 @@ class VocabShards(SingleRank):
         self, spec: HeadSpec, weight: Tensor, active: Tensor | None, with_grad: Tensor | None,
         row_bytes: RowBytes,
     ) -> RowPlan:  # fmt: skip
-        """Plans as the rank with the most columns has to, and as all ranks agree."""
+        """Plans for the rank with the most columns: the same plan on all ranks."""
         row_bytes = row_bytes._replace(columns=self.most_columns)
         sizes = buffer_rows(weight, row_bytes, spec.execution.chunk_bytes)
         self._ask_same(
@@ -103,7 +102,7 @@ class VocabShards(SingleRank):
         return merged
 
     def _merged(self, stats: TokenStats, targets: Tensor) -> TokenStats:
-        """Merges the ranks' statistics of rows `[C]` into those of all columns.
+        """Merges the ranks' statistics of rows `[C]`.
 
         `targets` are local ids. `total` is such that p = X / total for this rank's X.
         """
@@ -116,7 +115,7 @@ class VocabShards(SingleRank):
         logsumexps, target_logps = ranks[:, 0], ranks[:, 1]
         peak, top = logsumexps.max(0, keepdim=True)
         shifted = logsumexps - peak
-        # Beside the 1 of the largest share, a small sum of the others would lose its digits.
+        # Added to the 1 of the largest share, a small sum of the others would lose its digits.
         log_total = shifted.exp().scatter_(0, top, 0.0).sum(0).log1p()
         log_shares = shifted - log_total
         logps = (target_logps + log_shares).amax(0)
@@ -136,7 +135,7 @@ class VocabShards(SingleRank):
         self, exps: Tensor, targets: Tensor, slope: Tensor | None, stats: TokenStats,
         merged: TokenStats,
     ) -> None:  # fmt: skip
-        """Replaces the targets' entries of `exps [C, V]` by those of the softmax over all columns.
+        """Sets the targets' entries of `exps [C, V]` to the softmax's over all columns.
 
         Args:
             exps: exponentials of this rank's columns, with the target's entry in the local softmax.
@@ -187,16 +186,15 @@ class VocabShards(SingleRank):
             put_rows(grad, index, share)
         self.sums.clear()
 
-    # With a support, each rank makes the logits of the entries whose rows it has. Their sum, of 4
-    # bytes per entry, has all logits; statistics and D are then the same on all ranks. A rank keeps
-    # its dy, and dx is summed once.
+    # With a support, each rank makes the logits of the entries whose rows it has. A sum of 4 bytes
+    # per entry shares them; statistics and D are then the same on all ranks. dx is summed once.
 
     def check_same_support(self, support: Support, checks: ValueChecks) -> None:
         what = "support: expected the same on all ranks that share the vocabulary; got others"
         self._ask_same(checks, what, *(x.long() for x in support))
 
     def local_entries(self, entries: Entries) -> tuple[Entries, Tensor]:
-        """Selects this rank's entries: with local ids, and their index in `entries`."""
+        """Selects this rank's entries, with local ids; also returns their index in `entries`."""
         local_ids = self.local_ids(entries.ids)
         is_local = local_ids >= 0
         index = is_local.nonzero().squeeze(1)
@@ -206,7 +204,7 @@ class VocabShards(SingleRank):
         return Entries(ids, entries.tokens[index], offsets, entries.target_places, order), index
 
     def gather_entries(self, z: Tensor, index: slice | Tensor, count: int) -> Tensor:
-        """The logits of all `count` entries, from those of this rank at `index`."""
+        """The logits of all `count` entries, from this rank's logits at `index`."""
         full = z.new_zeros(count)
         full[index] = z
         return self.sum(full)
@@ -247,13 +245,13 @@ def local_parts(head: LMHead) -> LMHead:
 
 
 def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
-    """Finds this rank's columns of the vocabulary; asks the other ranks.
+    """Gathers each rank's columns of the vocabulary, and checks that all ranks compute the same.
 
-    `agreed`: numbers of the caller's that have to be the same on all ranks.
+    `agreed`: further numbers that have to be the same on all ranks.
 
     Raises:
-        ValueError: on all ranks alike, if their columns are not those of one vocabulary, or if they
-            would not compute the same.
+        ValueError: on all ranks, if their columns do not make up one vocabulary, or if settings
+            differ.
     """
     head, spec, ranks = call.head, call.spec, call.head.ranks
     assert ranks is not None
@@ -261,7 +259,7 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
         raise ValueError("ranks.group: expected a process group, as weight is no DTensor; got None")
     ours = _settings(call, agreed)
     numbers = [float(ranks.start or 0), float(len(head.weight)), *(x.number for x in ours)]
-    # As bits, so that one gather takes the checksum of the ids, too.
+    # As bits, so that one gather also sends the checksum of the ids.
     packed = torch.tensor(numbers, dtype=torch.float64, device=head.weight.device)
     ids = packed.new_zeros(1, dtype=torch.int64)
     if spec.targets is not None:
@@ -347,7 +345,7 @@ def _settings(call: HeadCall, agreed: Mapping[str, float]) -> list[_Setting]:
 
 
 def _starts(starts: list[int], counts: list[int], known: bool) -> list[int]:
-    """The first column of each rank: as they say, or in the order of the ranks."""
+    """The first column of each rank: as the ranks say, or in their order."""
     if min(counts) < 1:
         raise ValueError(f"weight: expected a row or more on every rank; got {counts} rows")
     if not known:

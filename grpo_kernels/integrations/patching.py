@@ -1,4 +1,4 @@
-"""`Patch`: replaces names of a framework, and restores them. Checks that come before a patch."""
+"""`Patch`: replaces names of a framework, and restores them; and checks before a patch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..head.execution import Execution, check_execution
 from ..head.lm_head import LMHead
 
 _MARK = "_of_grpo_kernels"
-# An owner (a module or a class), a name of its own, and what takes the name's place.
+# An owner (a module or a class), one of its names, and the replacement.
 Replacement = tuple[Any, str, Any]
 
 
@@ -60,7 +60,7 @@ class Patch:
 
 
 def is_ours(replaced: Any) -> bool:
-    """Returns True if a `Patch` has put this in the place of something."""
+    """Returns True if a `Patch` has put this object in place of another."""
     return _MARK in getattr(replaced, "__dict__", {})
 
 

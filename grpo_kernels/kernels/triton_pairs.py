@@ -1,12 +1,12 @@
 """Triton kernels that read two models' logits of the same tokens, one program per row.
 
-They compute what `pairs.py` does, with the functions of `triton_divergences.py`: statistics of both
-rows, then the divergence and the mean of h, then the gradient. The last two make d alike, so that
-its rounding error is the same in h and in its mean: where a row has one likely id, the gradient is
-the small difference of these two.
+The same functions as in `pairs.py`, with the formulas of `triton_divergences.py`: statistics of
+both rows, then the divergence and the mean of h, then the gradient. The last two compute d in the
+same way, so that its rounding error is the same in h and in its mean: where a row has one likely
+id, the gradient is the small difference of these two.
 
-In the kernels a `model` is `(row_ptr, logit_scale, softcap, scale)`, and its `sums` are, per lane,
-of e^x, of e^x x, and the largest x: logits less the row's anchor, to base 2.
+In the kernels a `model` is `(row_ptr, logit_scale, softcap, scale)`. Its `sums` are, per lane, of
+e^x and of e^x x, and the largest x, with x the logits minus the row's anchor, to base 2.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _row_of(
     row, logits_ptr, stride_n, logit_scale, softcap, temperature, temperature_ptr,
     STEPS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
-    """A model's row: its logits, and what `_load` takes."""
+    """A model's row, as `_load` takes it."""
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
     scale = _scale(logit_scale, temperature, STEPS)
@@ -67,7 +67,7 @@ def _load(model, offs_v, mask_v, STEPS: tl.constexpr):
 
 @triton.jit
 def _load_target(model, target, STEPS: tl.constexpr):
-    """The target's logit before `_scale`, -inf where it is none of the columns."""
+    """The target's logit before `_scale`, -inf for a target of -1."""
     logit, _ = _load(model, target, target >= 0, STEPS)
     return tl.where(target >= 0, logit, float("-inf"))
 
@@ -83,16 +83,16 @@ def _log_ratio(u, t, model, ref_model, shift):
     """The d of two logits before `_scale`."""
     _, _, _, scale = model
     _, _, _, ref_scale = ref_model
-    # Not u * scale - t * ref_scale: of models that are close it has lost what the products have
-    # rounded away. Scales are compared, as a fused difference of equal products is their rounding.
+    # u * scale - t * ref_scale would lose digits between close models. Equal scales are a separate
+    # case, as a fused difference of equal products is their rounding error.
     gap = tl.where(scale == ref_scale, 0.0, scale - ref_scale)
-    # A t of -inf is infinite in the first term already.
+    # A t of -inf makes the first term infinite already.
     return ((u - t) * scale + tl.maximum(t, -1e30) * gap) - shift
 
 
 @triton.jit
 def _to_log2(u, anchor, model, mask_v):
-    """Logits less the anchor, to base 2; -inf where they are masked."""
+    """Logits minus the anchor, to base 2; -inf where they are masked."""
     _, _, _, scale = model
     return tl.where(mask_v, (u - anchor) * (scale * log2_e()), float("-inf"))
 
@@ -132,7 +132,7 @@ def _add_pair(
 
 @triton.jit
 def _is_far(peak):
-    """True for a largest logit out of its anchor's reach."""
+    """True if the largest logit is out of its anchor's reach."""
     return (peak > reach()) | ((peak < -reach()) & (peak > float("-inf")))
 
 
@@ -155,9 +155,9 @@ def _store_softmax(
 #     S = sum 2^x,   lse = anchor scale + log S,   E = log S - ln 2 (sum 2^x x) / S
 #
 # and shift = lse - lse'.
-# Numerics: the anchor is subtracted before a product could round what is below a large logit's ulp,
-# and the shift comes from anchors and sums, not from the rounded lse. A row whose largest logit is
-# out of its anchor's reach is swept again from the largest.
+# Numerics: the anchor is subtracted before the product with the scale, which would round away small
+# differences of large logits. The shift comes from anchors and sums, not from the rounded lse. A
+# row whose largest logit is out of its anchor's reach is swept again with the largest as anchor.
 # Cost: one sweep, 8 bytes read per pair of logits; an `INVARIANT` launch reads each row twice.
 @per_row
 def pair_stats_kernel(
@@ -246,7 +246,7 @@ def _softmaxes(
     start, V, model, ref_model, row_stats,
     STEPS: tl.constexpr, REF_STEPS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A block's p, q and d of whole rows, the log of p, and the softcap's slope."""
+    """A block's p, q and d, the log of p, and the softcap's slope."""
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = offs_v < V
     anchor, ref_anchor, log_total, ref_log_total, shift = row_stats
@@ -260,7 +260,7 @@ def _softmaxes(
 
 @triton.jit
 def _row_stats(stats_ptr, stride_stats, model, ref_model):
-    """Both anchors, log2 of both sums, the shift: p, q and d of a row are made with these."""
+    """Both anchors, log2 of both sums, and the shift, for p, q and d of the row."""
     shift = tl.load(stats_ptr + 6 * stride_stats)
     anchor = tl.load(stats_ptr + 12 * stride_stats)
     ref_anchor = tl.load(stats_ptr + 13 * stride_stats)
@@ -269,8 +269,8 @@ def _row_stats(stats_ptr, stride_stats, model, ref_model):
     return anchor, ref_anchor, log_total, log_total - sums_offset * log2_e(), shift
 
 
-# The divergence L = sum addend(p, q, d) and the mean of h, sum p h, by the statistics of both rows.
-# Numerics: addends are not below 0 and exact to their rounding, so that close models keep digits.
+# The divergence L = sum addend(p, q, d) and the mean of h, sum p h, from both rows' statistics.
+# Numerics: addends are not below 0 and exact to rounding, so that close models keep digits.
 # Cost: one sweep, 8 bytes read per pair of logits.
 @per_row
 def divergences_kernel(
@@ -398,7 +398,7 @@ def pair_stats(
 
 
 def set_anchors(stats: PairStats) -> None:
-    """Sets what is relative to the anchors, 0 for statistics that were merged from ranks'."""
+    """Sets the anchors to 0, and `log_total` relative to them, after a merge of several ranks'."""
     stats.anchor.zero_()
     stats.ref_anchor.zero_()
     stats.log_total.copy_(stats.logsumexp * (1 / math.log(2)))

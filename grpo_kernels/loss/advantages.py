@@ -1,4 +1,4 @@
-"""Advantages from rewards, and the per-token KL for those who subtract it from the reward.
+"""Advantages from rewards, and the per-token KL to subtract from rewards.
 
 With R the reward of a completion, and mean and std (of n - 1) over the completions of its group:
 
@@ -6,8 +6,8 @@ With R the reward of a completion, and mean and std (of n - 1) over the completi
     A = (R - mean) / (std of all + eps)  scale="batch"
     A = R - mean                         scale="none"
 
-Several reward functions are weighed and summed into R ("sum_then_normalize"), or each normalised
-within the group first, and their weighted sum R' over the batch ("normalize_then_sum", GDPO):
+Several rewards are weighted and summed to R ("sum_then_normalize"); or each is normalized within
+the group first, and their weighted sum R' over the batch ("normalize_then_sum", GDPO):
 
     A = (R' - mean of all R') / (std of all R' + eps)
 
@@ -60,9 +60,9 @@ def group_advantages(
     A group whose rewards are all equal, as in a group of one, gets exactly 0.
 
     Args:
-        rewards: `[B]`, or `[B, R]` for R reward functions. NaN if a function did not apply: it is
-            left out of the completion's sum. If none applied, the completion is left out of every
-            mean and std, and its advantage is 0.
+        rewards: `[B]`, or `[B, R]` for R reward functions. NaN where a function did not apply: the
+            completion's sum excludes it. If none applied, every mean and std excludes the
+            completion, and its advantage is 0.
         groups: the size of all groups, whose completions are consecutive; or `[B]`, the integer id
             of each completion's group, in any order, for groups of any size.
         scale: the divisor of the difference to the group's mean: `"group"` (std of the group),
@@ -155,8 +155,8 @@ def per_token_kl(
 def apply_is_weights(advantages: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
     """Multiplies advantages by the importance-sampling weights of another sampler.
 
-    This multiplies each token's surrogate by its weight: the weights are >= 0, and on either side
-    of 0 a surrogate is linear in the advantage.
+    This multiplies each token's surrogate by its weight, as weights are >= 0 and a surrogate is
+    linear in advantages of one sign.
 
     Args:
         advantages: `[B]` or `[B, T]`.
@@ -171,7 +171,7 @@ def apply_is_weights(advantages: Tensor, weights: Tensor, mask: Tensor) -> Tenso
 
 
 class _Groups:
-    """Statistics over groups, each given back to every member; NaN values take no part."""
+    """Statistics over groups, returned for every member; NaN values are ignored."""
 
     def __init__(self, groups: object, values: Tensor) -> None:
         B, groups = values.shape[0], as_number(groups)
@@ -213,7 +213,7 @@ class _Groups:
         highest, lowest = (
             self._largest((sign * x).masked_fill(x.isnan(), -torch.inf)) for sign in (1, -1)
         )
-        # Of a group of none both are -inf.
+        # Both are -inf in a group without values.
         return (highest == -lowest) | highest.isinf()
 
 

@@ -31,11 +31,11 @@ class TrainingConfig(GRPOLossConfig):
     """A training run and its loss, validated when made, before anything is loaded.
 
     `python -m grpo_kernels.training --help` lists every option with its unit and default. In Python
-    `loss_type` may be an instance of a loss class as well, or a callable; `config.json` and
+    `loss_type` may also be an instance of a loss class, or a callable; `config.json` and
     checkpoints have its `repr`.
 
     Raises:
-        ValueError, TypeError: names the option, what was expected and what came.
+        ValueError, TypeError: naming the option, what was expected and what came.
     """
 
     # Model
@@ -223,12 +223,12 @@ class TrainingConfig(GRPOLossConfig):
         return GRPOLossConfig(**options)
 
     def as_json(self) -> dict[str, Any]:
-        """The options by name, as JSON takes them."""
+        """The options by name, as JSON values."""
         return _through_json({option.name: getattr(self, option.name) for option in fields(self)})
 
     @classmethod
     def default_json(cls) -> dict[str, Any]:
-        """The defaults of the options by name, as JSON takes them."""
+        """The defaults of the options by name, as JSON values."""
         return _through_json(defaults_of(cls))
 
     @property
@@ -237,7 +237,7 @@ class TrainingConfig(GRPOLossConfig):
         return Path(self.output)
 
     def in_new_folder(self) -> TrainingConfig:
-        """The config with a folder that is not there yet, `output-2` say, unless resumed."""
+        """The config with a folder that does not exist yet, such as `output-2`, unless resumed."""
         number, config = 1, self
         while not self.resume and config.folder.exists():
             number += 1
@@ -260,12 +260,12 @@ class TrainingConfig(GRPOLossConfig):
 
     @property
     def longest_completion(self) -> int:
-        """Tokens in a completion, of an evaluation too, at most."""
+        """The largest number of tokens in a completion, evaluations included."""
         return max(self.max_completion_length, self.eval_max_completion_length or 0)
 
     @property
     def truncates(self) -> bool:
-        """True if `top_k`, `top_p` or `min_p` truncate the distribution that is sampled from."""
+        """True if `top_k`, `top_p` or `min_p` truncate the sampled distribution."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
@@ -279,7 +279,7 @@ class TrainingConfig(GRPOLossConfig):
             raise ValueError(f"{name}: expected {expected}; got {getattr(self, name)!r}")
 
     def _take_shorthand(self) -> None:
-        """Expands `~` in paths; makes one value where a list is wanted a list of one."""
+        """Expands `~` in paths; makes one value of a list option a list of one."""
         for name in ("model", "ref_model", "dataset", "output"):
             if isinstance(value := getattr(self, name), str):
                 object.__setattr__(self, name, os.path.expanduser(value))
@@ -374,7 +374,7 @@ def as_list(value: Any) -> Any:
 
 
 def imported(option: str, name: str) -> Callable[..., Any]:
-    """The function of `module:function`: of a module in this folder, else of an installed one.
+    """The function of `module:function`, from a module in this folder or an installed module.
 
     Raises:
         ValueError: there is no such module, it failed, or has no such function.
@@ -393,12 +393,12 @@ def imported(option: str, name: str) -> Callable[..., Any]:
 
 
 def _through_json(options: dict[str, Any]) -> dict[str, Any]:
-    """The options as JSON has them when they are read again: a tuple is a list."""
+    """The options after a round trip through JSON: a tuple becomes a list."""
     as_read: dict[str, Any] = json.loads(json.dumps(options, default=_as_text))
     return as_read
 
 
 def _as_text(value: Any) -> str:
-    """The text of a value that JSON does not have, without addresses, which no two runs share."""
+    """The text of a value that JSON does not support, without addresses, which differ per run."""
     text = str(value) if isinstance(value, Path) else repr(value)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)

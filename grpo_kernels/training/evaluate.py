@@ -3,8 +3,8 @@
     python -m grpo_kernels.training.evaluate RUN_FOLDER [--model NAME] [--problems FILE]
 
 The command answers each problem as the run's evaluations do, and by several samples. Prompts,
-rewards and sampling are the run's, from its `config.json`. No problem that the run trains on is
-answered. Answers and a page are in a new folder, RUN_FOLDER/evaluations/NUMBER.
+rewards and sampling are as in the run's `config.json`. Problems that the run trains on are skipped.
+Answers and a page are written to a new folder, RUN_FOLDER/evaluations/NUMBER.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .sampling.completions import vocabulary_of
 from .sampling.rollout import Sampler
 from .step.policy import Policy
 
-# Options of a run that say how problems are answered and judged.
+# Options of a run for answering and judging problems.
 _OF_THE_RUN = (
     "dtype", "chat", "system_prompt", "max_prompt_length", "rewards",
     "reward_weights", "prompts_per_step", "num_generations", "max_completion_length",
@@ -66,13 +66,13 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Answers each problem `count` times; processes share the work.
 
-    `temperature`: None is `config.eval_temperature`. Answers of a problem are neighbors.
+    `temperature`: None is `config.eval_temperature`. Answers of a problem are consecutive.
     """
     temperature = config.eval_temperature if temperature is None else temperature
     length = config.eval_max_completion_length
     world, rank = accelerator.num_processes, accelerator.process_index
     each = math.ceil(len(problems) / world)
-    # Equally many per process; the first problems fill up the last process, and are cut at the end.
+    # Equally many per process; the first problems pad the last process, and are cut at the end.
     local = [problems[i % len(problems)] for i in range(rank * each, (rank + 1) * each)]
     size = max(1, config.prompts_per_step // world * config.num_generations // count)
     labels, answers, late = [reward.label for reward in rewards], [], 0
@@ -148,7 +148,7 @@ def _check_run(folder: Path) -> None:
 
 
 def _config(folder: Path, flags: argparse.Namespace, say: Callable[[str], None]) -> TrainingConfig:
-    """Options of an evaluation: the run's, overruled by the flags."""
+    """Options of an evaluation: the run's, overridden by the flags."""
     options = logs.read_json(folder / "config.json")
     model = flags.model or str(folder / "model")
     if not flags.model and not Path(model).exists():
@@ -179,7 +179,7 @@ def _not_scored(prompts: Sequence[Any], **_: Any) -> list[None]:
 def _rewards(
     config: TrainingConfig, own: Mapping[str, Reward] | None, say: Callable[[str], None]
 ) -> list[RewardFunction]:
-    """The run's reward functions; one that is not found from here scores nothing."""
+    """The run's reward functions; a function that cannot be imported scores nothing."""
     known = dict(own or {})
     for name in config.rewards:
         try:
@@ -191,7 +191,7 @@ def _rewards(
 
 
 def _new_folder(folder: Path, output: Path | None) -> Path:
-    """Makes a folder that no other evaluation has, even one that starts at the same time."""
+    """Makes a new folder, also if another evaluation starts at the same time."""
     if output is not None:
         output.mkdir(parents=True)
         return output
@@ -211,7 +211,7 @@ def main(
 ) -> Path:  # fmt: skip
     """Evaluates a run's model; returns the folder of the results.
 
-    `rewards` and `is_correct`: as the run's `Trainer` got them in Python.
+    `rewards` and `is_correct`: as passed to the run's `Trainer` in Python.
     """
     say = print_above if ranks.is_first_process() else lambda _: None
     with user_errors(argv):

@@ -1,23 +1,23 @@
-"""Deals completions to the micro-batches of TRL, and leaves some out of the model's calls.
+"""Deals completions to the micro-batches of TRL, and skips some in the model's calls.
 
-A completion whose advantage is 0 has no gradient if nothing but the advantages gives it one. TRL
-samples, rewards and splits as ever. Once per generation batch the `Dealer` then rewrites TRL's
-micro-batches: it exchanges completions between those of one optimizer step, the trained ones first
-and the longest of them before the others, masks the rest, and cuts each micro-batch to its longest
-completion. TRL pads all of them to the longest one of the generation batch.
+A completion of advantage 0 has no gradient if only the advantages make one. TRL samples, rewards
+and splits as before. Once per generation batch the `Dealer` then rewrites the micro-batches of each
+optimizer step: it sorts their completions, the trained ones first, the longest of these before the
+others; masks the rest; and cuts each micro-batch to its longest completion. TRL pads every
+micro-batch to the longest completion of the generation batch.
 
-TRL's loss still gets all rows, so that its denominators, its collectives and what it gathers per
-row stay its own. Only the call of the model gets fewer rows (`_SmallerCall`).
+TRL's loss still gets all rows, so that denominators, collectives and metrics per row stay the same.
+Only the call of the model gets fewer rows (`_SmallerCall`).
 
-**Why it is exact.** A completion may be exchanged within an optimizer step if its weight is the
-same in all micro-batches of that step. Every loss of TRL but `bnpo`, which divides by the tokens
-of a micro-batch, has that. `gcd(gradient_accumulation_steps, steps_per_generation)` micro-batches,
-a window, are always of one optimizer step: both numbers are multiples of it, and so is the number
-of micro-batches of an epoch, after which an optimizer step ends early.
+**Why it is exact.** Completions may be exchanged within an optimizer step if their weight is the
+same in all its micro-batches. That holds for every loss of TRL except `bnpo`, which divides by the
+tokens of a micro-batch. `gcd(gradient_accumulation_steps, steps_per_generation)` micro-batches, a
+window, are always of one optimizer step: both numbers are multiples of it, and so is the number of
+micro-batches of an epoch, after which an optimizer step ends early.
 
 **When a micro-batch has nothing to compute.** DDP sends buffers in the first forward of a step,
-FSDP gathers weights in each, and gradients are reduced in the last backward: a process that stayed
-away alone would hang the others. So the model is called, with one masked row, unless no process
+FSDP gathers weights in each forward, and the last backward reduces gradients: a process without
+these calls would hang the others. So the model is called, with one masked row, unless no process
 has anything to compute and no gradients are to be reduced.
 """
 
@@ -44,23 +44,23 @@ from .state import options_of
 # The key of a micro-batch under which its `ComputedRows` travel.
 _COMPUTED = "grpo_kernels_computed_rows"
 _PROMPT = ("prompt_ids", "prompt_mask")
-# Of models of images and text: tensors of another layout than a row per completion.
+# Tensors of models of images and text that have no row per completion.
 _IMAGES = {"pixel_values", "num_images", "image_grid_thw", "token_type_ids", "mm_token_type_ids"}
 
 
 class _Row(NamedTuple):
-    """A completion, as read from the device."""
+    """Numbers of a completion, read from the device."""
 
-    trained: int  # 1: it has a gradient
+    trained: int  # 1 with a gradient, else 0
     length: int  # up to the last token that is attended to
-    tokens: int  # unmasked ones
+    tokens: int  # that are unmasked
 
 
 @dataclass
 class ComputedRows:
     """The rows of a micro-batch that go through the model; all others are masked."""
 
-    rows: list[int]  # of a micro-batch without any: the first row, which is masked as well
+    rows: list[int]  # the first, masked row if there is no other
     index: Tensor  # `rows` on the device
     batch_size: int
     empty: bool
@@ -74,12 +74,12 @@ class ComputedRows:
         return {name: _select(x, self.rows, self.index) for name, x in inputs.items()}
 
     def spread(self, x: Tensor, others: Tensor) -> Tensor:
-        """Puts the rows' values `[n, T]` among those of the other rows, `[B, T]`."""
+        """Puts the rows' values `[n, T]` into the other rows' values, `[B, T]`."""
         return others.index_copy(0, self.index, x)
 
 
 class _SmallerCall(ModelCall):
-    """Calls the model with some rows of what TRL calls it with, and returns values for all."""
+    """Calls the model with some of the rows that TRL passes, and returns values for all."""
 
     def __init__(self, call: Any, computed: ComputedRows, old_logps: Tensor) -> None:
         self.call, self.computed, self.old_logps = call, computed, old_logps
@@ -114,7 +114,8 @@ class Dealer:
     """Deals the completions of a trainer's generation batches to micro-batches.
 
     Args:
-        skips: completions of advantage 0 are left out; else only those that are wholly masked.
+        skips: whether to skip completions of advantage 0; fully masked completions are always
+            skipped.
     """
 
     def __init__(self, skips: bool) -> None:
@@ -122,7 +123,7 @@ class Dealer:
         self._dealt: list[dict[str, Any]] | None = None  # the last generation batch
 
     def check(self, trainer: Any) -> None:
-        """Raises ValueError for a loss whose gradient another deal, or a smaller one, changes."""
+        """Raises ValueError for a loss whose gradient exchanging or skipping rows changes."""
         own, cls = options_of(trainer).loss, _class_with_own_loss(trainer)
         loss = None if own is None else config_of(trainer, 1).loss
         name = "" if cls is None else cls.__name__
@@ -151,7 +152,7 @@ class Dealer:
                 raise ValueError(f"{self.option} does not work with {what}")
 
     def next_micro_batch(self, own: Any, trainer: Any, generation_batch: Any) -> dict[str, Any]:
-        """Returns TRL's next micro-batch, and deals those of a new generation batch."""
+        """Returns TRL's next micro-batch; deals the micro-batches of a new generation batch."""
         inputs: dict[str, Any] = own(generation_batch)
         batches = trl_part(trainer, "_buffered_inputs")
         if not trainer.model.training or batches is self._dealt:
@@ -197,7 +198,7 @@ class Dealer:
         ]
 
     def loss(self, own: TRLLoss, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Returns TRL's loss of a micro-batch, of which the model is called with some rows."""
+        """Returns TRL's loss of a micro-batch, calling the model with some of its rows."""
         if not trainer.model.training:
             return loss_of(own, trainer, model, inputs)
         self.check(trainer)  # a callback may have changed an option
@@ -220,7 +221,7 @@ class Dealer:
 
         def own_of_all_rows(call: Any, _: dict[str, Any]) -> Tensor:
             loss = own(_SmallerCall(call, computed, old_logps), inputs)
-            # What TRL divided by is without the tokens that are masked here.
+            # TRL's denominator lacks the tokens that are masked here.
             return loss * computed.share if computed.by_tokens else loss
 
         with _metrics_of(trainer, computed):
@@ -243,12 +244,11 @@ class Dealer:
 def zero_equal_groups(trainer: Any, rewards: Tensor, batch: dict[str, Any]) -> dict[str, Any]:
     """Makes the advantages of groups whose rewards are all equal exactly 0.
 
-    The mean of equal rewards may differ from them by rounding, which TRL divides by a standard
-    deviation of 0 plus 1e-4.
+    The mean of equal rewards may differ from them by rounding; TRL divides the difference by 1e-4.
 
     Args:
         trainer: the trainer.
-        rewards: by function, of the completions of all processes; NaN where none was given.
+        rewards: by function, of the completions of all processes; NaN where one did not apply.
         batch: TRL's generation batch of this process.
     """
     x, size = rewards * trainer.reward_weights.to(rewards.device), trainer.num_generations
@@ -270,7 +270,7 @@ def zero_equal_groups(trainer: Any, rewards: Tensor, batch: dict[str, Any]) -> d
 
 
 def _class_with_own_loss(trainer: Any) -> type | None:
-    """The class of the user's that overrides the loss, if any."""
+    """The user's class that overrides the loss, if any."""
     known = ("grpo_kernels.", "trl.trainer.", "transformers.")
     for cls in type(trainer).__mro__:
         overrides = {"_compute_loss", "compute_loss"} & vars(cls).keys()
@@ -287,10 +287,10 @@ def _divides_by_tokens_of_micro_batch(trainer: Any) -> bool:
 
 
 def _needs_call(accelerator: Any, in_no_process: bool, alone_in_window: bool) -> bool:
-    """True if a micro-batch without rows needs a call of the model, whoever reduces gradients."""
+    """True if a micro-batch without rows needs a call of the model for the other processes."""
     kind = accelerator.distributed_type
     if kind == DistributedType.NO:
-        # So that weights have gradients of 0: an optimizer leaves out those that are None.
+        # Weights then have gradients of 0: an optimizer skips weights whose gradient is None.
         return alone_in_window
     return not in_no_process or kind == DistributedType.DEEPSPEED  # which counts the backwards
 
@@ -302,7 +302,7 @@ def _reduces(accelerator: Any) -> bool:
 
 
 def _dealt(numbers: list[list[list[int]]], window: int) -> list[list[tuple[int, _Row]]]:
-    """The rows of each micro-batch of one process, each with its place in its window."""
+    """The rows of each micro-batch of one process, each with its index in its window."""
     hands, size = [], len(numbers[0])
     for start in range(0, len(numbers), window):
         rows = [_Row(*row) for batch in numbers[start : start + window] for row in batch]
@@ -360,7 +360,7 @@ def _select(x: Any, rows: Sequence[int], index: Tensor) -> Any:
 
 @contextmanager
 def _metrics_of(trainer: Any, computed: ComputedRows) -> Iterator[None]:
-    """Makes what TRL logs of a micro-batch without a token in any process NaN, which it ignores."""
+    """Sets TRL's metrics to NaN, which it ignores, if no process has a token in the micro-batch."""
     metrics = trl_part(trainer, "_metrics")["train"]
     before = {name: len(values) for name, values in metrics.items()}
     yield

@@ -73,7 +73,7 @@ class ExplainCallback(TrainerCallback):
     def add(
         self, inputs: dict[str, Any], out: Any, loss: torch.Tensor, objective: Objective, scale: Any
     ) -> None:
-        """Keeps what a micro-batch's loss was computed from, until the next step begins."""
+        """Stores the inputs and results of a micro-batch's loss until the next step begins."""
         if self.trainer.model.training and self.trainer.accelerator.is_main_process:
             logps, entropy = out.logps.detach(), out.entropy.detach()
             values = GRPOLossOutput(loss.detach() / scale, {}, logps, entropy, kl=out.kl)
@@ -114,7 +114,7 @@ class ExplainCallback(TrainerCallback):
             "top_entropy_quantile": trainer.top_entropy_quantile,
         }
         if trainer.loss_type == "vespo" and "importance_sampling_ratio" in inputs:
-            # The log-probs of a sampler that has TRL's weights, which are bounded already.
+            # The log-probs of a sampler with TRL's weights, which are bounded already.
             assert out.logps is not None
             old_logps = options.get("old_logps", out.logps)
             sampling = old_logps - inputs["importance_sampling_ratio"].log()

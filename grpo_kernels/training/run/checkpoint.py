@@ -1,9 +1,9 @@
-"""Checkpoints: one file each, which is whole or not there.
+"""Checkpoints: one file each, written completely or not at all.
 
-A checkpoint is written under another name, flushed to the disk, and renamed at the end: neither a
-kill nor a full disk leaves half of one, or takes the one before. It holds what training changes:
-the trained weights, the optimizer, a reference that follows, and the run's own state. Frozen
-weights come with the model. Random numbers need no state, as each step has a seed of its own.
+A checkpoint is written under another name, flushed to the disk, and renamed at the end: after a
+kill or on a full disk the one before stays. It has what training changes: the trained weights, the
+optimizer, a moving reference, and the run's state. Frozen weights come with the model. Random
+numbers need no state, as each step has a seed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ..config import TrainingConfig
 from . import ranks
 
-# Options that may change when a run goes on: how long, how often something is logged or saved, and
-# how the work is cut into pieces.
+# Options that may change when a run is resumed: its length, intervals of logs and checkpoints, and
+# the size of micro-batches.
 MAY_CHANGE = {
     "steps", "output", "resume", "eval_every", "save_every", "show_every", "explain_every",
     "save_model", "trackers", "micro_batch_size", "vllm_gpu_memory_utilization",
@@ -35,16 +35,16 @@ _STATE = {
     "step": int, "config": dict, "processes": int, "micro_batch_size": int,
     "inputs": dict,
 }  # fmt: skip
-# Numbers of each weight that a digest is of.
+# Elements of each weight that enter a digest.
 _SAMPLED = 4096
 
 
 class Changing:
-    """Whatever training changes: the trained weights, and parts that have a state of their own.
+    """Everything that training changes: the trained weights, and parts with a state.
 
     Args:
         policy: not wrapped for the processes.
-        parts: by name, each with `state_dict` and `load_state_dict`; None: there is none.
+        parts: by name, each with `state_dict` and `load_state_dict`, or None.
     """
 
     def __init__(self, policy: nn.Module, **parts: Any) -> None:
@@ -61,7 +61,7 @@ class Changing:
         return {"trained": self.weights} | {n: x.state_dict() for n, x in self.parts.items()}
 
     def load_state_dict(self, tensors: Mapping[str, Any]) -> None:
-        """Takes the tensors of a checkpoint, which has no scaler if its device needed none."""
+        """Restores the tensors of a checkpoint, which has no scaler if its device needed none."""
         for name, weight in self.weights.items():
             weight.copy_(tensors["trained"][name])
         for name in self.parts.keys() & tensors.keys():
@@ -77,9 +77,9 @@ def save(
     """Writes the checkpoint of `state["step"]`; returns the error, in all processes, or None.
 
     Args:
-        accelerator: of the processes; the main one writes.
+        accelerator: of the processes; the main process writes.
         folder: the run's.
-        state: as JSON takes it.
+        state: values for JSON.
         tensors: state dicts by name, which `weights_only` reads.
     """
     error = None
@@ -95,14 +95,14 @@ def save(
             scratch.replace(path)
         except (OSError, RuntimeError) as failed:
             scratch.unlink(missing_ok=True)
-            # torch may fail at closing a file that the disk had no room for.
+            # torch may fail to close a file for which the disk had no room.
             cause = failed.__context__ if isinstance(failed.__context__, OSError) else failed
             error = f"{type(cause).__name__}: {cause}"
     return ranks.reduce(accelerator, error, itemgetter(0))
 
 
 def state_of(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint's state, and none of its tensors.
+    """Reads a checkpoint's state without its tensors.
 
     Raises:
         ValueError: it is not a checkpoint of this library. No code in it is run.
@@ -123,7 +123,7 @@ def state_of(path: Path) -> dict[str, Any]:
 
 
 def tensors_of(path: Path) -> dict[str, Any]:
-    """Reads the tensors of a checkpoint, to the CPU, by the names that `save` had them under."""
+    """Reads the tensors of a checkpoint, to the CPU, under the names passed to `save`."""
     saved = torch.load(path, map_location="cpu", weights_only=True)
     return {name: value for name, value in saved.items() if name != "state"}
 
@@ -145,7 +145,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, best: int) -> None:
-    """Deletes all checkpoints but the best step's and the last two, and what a kill left."""
+    """Keeps the best step's and the last two checkpoints; deletes others and unfinished files."""
     paths = _by_step(folder)
     for step in set(paths) - {best, *sorted(paths)[-2:]}:
         paths[step].unlink(missing_ok=True)
@@ -158,7 +158,7 @@ def _by_step(folder: Path) -> dict[int, Path]:
     return {int(path.stem[5:]): path for path in paths if path.stem[5:].isdigit()}
 
 
-# What a run that goes on has to have
+# Checks of a resumed run
 
 
 def inputs_of(
@@ -172,10 +172,11 @@ def inputs_of(
         held_out: problems of the evaluations.
         tokenizer: the policy's; it tokenizes all prompts.
         model: the policy's; no checkpoint has its frozen weights.
-        whole: models that no checkpoint has any weight of. Of each weight some numbers are read.
+        whole: other models, no weight of which is in a checkpoint. Some numbers of each weight are
+            read.
     """
     problems = [*train, *held_out]
-    # Not the prompts as encoded: a chat template may print the date.
+    # Without the chat template, which may print the date.
     tokens = (str(tokenizer(str(problem["prompt"])).input_ids) for problem in problems)
     template = str(getattr(tokenizer, "chat_template", None))
     trained = [name for name, x in model.named_parameters() if x.requires_grad]
@@ -201,7 +202,7 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 def _as_text(problem: Mapping[str, Any]) -> str:
-    """A text that is the same in every process, whatever the problem has in its columns."""
+    """A text of the problem, the same in every process."""
     return json.dumps(problem, skipkeys=True, default=_plain)
 
 
@@ -212,7 +213,7 @@ def _plain(value: Any) -> Any:
 
 
 def _some_numbers(x: Tensor) -> str:
-    """The bytes of some numbers of a weight; nothing of one that is elsewhere, or no plain one."""
+    """The bytes of some elements of a weight, as hex; "" for a sharded or quantized weight."""
     if type(x) is not Tensor or x.is_meta:
         return ""
     step = x.numel() // _SAMPLED | 1  # odd, or it might see a single column
@@ -220,12 +221,12 @@ def _some_numbers(x: Tensor) -> str:
 
 
 def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
-    """Refuses to go on with other options than the checkpoint's.
+    """Refuses to resume with other options than the checkpoint's.
 
-    An option that the checkpoint's version did not have yet was at its default.
+    An option newer than the checkpoint's version was at its default.
 
     Raises:
-        ValueError: names each that has changed, with both values.
+        ValueError: the message names each change, with both values.
     """
     now, before = config.as_json(), config.default_json() | state["config"]
     names = [n for n in now if n not in MAY_CHANGE and now[n] != before[n]]
@@ -243,7 +244,7 @@ def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
 
 
 def check_processes(state: Mapping[str, Any], processes: int) -> None:
-    """Refuses to go on with another number of processes than the checkpoint's."""
+    """Refuses to resume with another number of processes than the checkpoint's."""
     if state["processes"] != processes:
         raise ValueError(
             f"resume: expected as many processes as the checkpoint has, {state['processes']}; got "
@@ -252,10 +253,10 @@ def check_processes(state: Mapping[str, Any], processes: int) -> None:
 
 
 def check_inputs(state: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
-    """Refuses to go on with other inputs than the checkpoint's.
+    """Refuses to resume with other inputs than the checkpoint's.
 
     Raises:
-        ValueError: names each that has changed, with both values.
+        ValueError: the message names each change, with both values.
     """
     before: Mapping[str, str] = state["inputs"]
     names = [n for n in {**before, **inputs} if before.get(n) != inputs.get(n)]

@@ -26,7 +26,7 @@ from .metrics import Clock, Metrics
 from .observers import Samples, observers_of, print_above
 from .schedule import every
 
-# Updates in a row without a finite gradient, after which the run ends.
+# The number of updates in a row without a finite gradient that ends a run.
 MOST_BAD = 10
 
 _T = TypeVar("_T")
@@ -37,16 +37,16 @@ class _LookedOn(Exception):
 
 
 class Run:
-    """State that changes from step to step, except weights and the optimizer's.
+    """The state of a run apart from weights and optimizer.
 
     Args:
         config: the run's options.
         accelerator: of its processes, which all make the same calls.
         inputs: digests of its inputs besides options, as `checkpoint.inputs_of` makes them.
-        changing: weights and the optimizer, say.
+        changing: weights, the optimizer and other tensors of a checkpoint.
 
     Raises:
-        ValueError: the run that is to go on had other inputs.
+        ValueError: the run to resume had other inputs.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class Run:
         self.observers = observers_of(config, accelerator, self.metrics)
         self._seconds_of_page = 0.0  # since the last row
         self.failed: set[str] = set()  # observers and files whose error was printed
-        self.waiting: dict[str, list[Mapping[str, Any]]] = {}  # rows that found no room, by file
+        self.waiting: dict[str, list[Mapping[str, Any]]] = {}  # rows not written yet, by file
         self.watch = Watch(config.as_json())
-        self.step = 0  # under way, or the last one
-        self.trained = 0  # the last one whose updates were all made
-        self.saved = 0  # the last one with a checkpoint
+        self.step = 0  # the current step, or the last
+        self.trained = 0  # the last step whose updates were all made
+        self.saved = 0  # the last step with a checkpoint
         self.within_step = False  # whether weights have moved since the step that is trained
         self.evaluated = True  # False where an evaluation of the step is due
         self.best: dict[str, Any] = {}  # step and accuracy of the best evaluation of the training
-        self.bad_updates = 0  # without a finite gradient, the last ones in a row
-        self.micro_batch_size = config.micro_batch_size  # less, once memory has run out
+        self.bad_updates = 0  # the number of last updates in a row without a finite gradient
+        self.micro_batch_size = config.micro_batch_size  # halved when memory runs out
         self.first_gap: float | None = None  # to the sampler's log-probs, in the first step
         path = checkpoint.latest(config.folder) if config.resume else None
         if path is not None:
@@ -77,12 +77,12 @@ class Run:
             checkpoint.check_inputs(checkpoint.state_of(path), own)
 
     def seed(self, what: str) -> int:
-        """The seed of one kind of draws, different in every step and process."""
+        """The seed of draws for `what`, different in every step and process."""
         text = f"{self.config.seed}-{self.step}-{self.accelerator.process_index}-{what}"
         return random.Random(text).getrandbits(31)
 
     def print_main(self, text: str) -> None:
-        """Prints, in the main process, above the progress bar; to a closed terminal nothing."""
+        """Prints in the main process, above the progress bar; ignores a closed terminal."""
         if self.accelerator.is_main_process:
             print_above(text)
 
@@ -99,9 +99,9 @@ class Run:
         self.notify("step", row, samples)
 
     def write(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Adds rows to a file of the folder, in the main process; warns where there is no room.
+        """Appends rows to a file of the folder, in the main process; warns if the disk is full.
 
-        Such rows are written with the next ones.
+        Unwritten rows are written with the next ones.
         """
         if not self.accelerator.is_main_process:
             return
@@ -123,21 +123,21 @@ class Run:
             self.failed.discard(name)
 
     def write_waiting(self) -> None:
-        """Writes the rows that found no room before."""
+        """Writes the rows that failed to be written before."""
         for name in self.waiting:
             self.write(name, [])
 
     def notify(self, event: str, *news: Any) -> None:
         """Calls this method of every `Observer`; see `look_on`."""
         for observer in self.observers:
-            # What one changes in a row, no other sees.
+            # Copies, as an observer may change a row.
             copies = [deepcopy(x) if isinstance(x, dict) else x for x in news]
             self.look_on(type(observer).__name__, getattr(observer, event), *copies)
 
     def look_on(self, name: str, look: Callable[..., _T], *news: Any) -> _T | None:
-        """Calls an observer; returns its result. Its errors never end a run; the first is printed.
+        """Calls an observer; returns its result, or None if it failed.
 
-        Then the result is None.
+        Its errors never end a run; the first is printed.
         """
         try:
             with self._page_time():
@@ -166,11 +166,11 @@ class Run:
         return seconds
 
     def halve_micro_batches(self) -> None:
-        """Makes micro-batches smaller once memory ran out, which does not change gradients.
+        """Halves micro-batches after memory ran out, which does not change gradients.
 
         Raises:
             StepError: they have one completion, or there are other processes, which may have gone
-                on and have to stop as well.
+                on and must stop, too.
         """
         size = self.micro_batch_size
         lower = "max_completion_length" if size == 1 else "micro_batch_size"
@@ -186,7 +186,7 @@ class Run:
             "gradients are the same"
         )
 
-    # The way of a step
+    # A step
 
     def begin_step(self) -> None:
         """Begins the next step."""
@@ -194,9 +194,9 @@ class Run:
         self.step += 1
 
     def begin_update(self, grad_norm: float, scale: float = 1.0) -> bool:
-        """Notes an update before it is made; returns False if it is to be left out.
+        """Notes an update before it is made; returns False if it must be skipped.
 
-        `scale`: of the loss, where GEMMs are in float16. A large one alone may make the gradient
+        `scale`: of the loss, where GEMMs are in float16. A large scale may make the gradient
         infinite, as in the first updates.
 
         Raises:
@@ -224,7 +224,7 @@ class Run:
     # The folder
 
     def open(self) -> Path | None:
-        """Makes the run's folder, or resumes the run in it: then its checkpoint is returned."""
+        """Makes the run's folder, or resumes the run in it and returns its checkpoint."""
         config, state = self.config, dict[str, Any]()
         path = checkpoint.latest(config.folder) if config.resume else None
         if path is not None:
@@ -251,7 +251,7 @@ class Run:
         better = evaluation.accuracy > self.best.get("accuracy", -1.0)
         if better:
             self.best = {name: row[name] for name in ("step", "accuracy")}
-        # Its row comes last: with that, a run that goes on takes it as made.
+        # The row comes last: a resumed run takes an evaluation with a row as complete.
         self.write("answers.jsonl", ({"step": self.step, **x} for x in evaluation.answers))
         self.write("evaluations.jsonl", [row])
         self.evaluated = True
@@ -259,13 +259,13 @@ class Run:
         return better and self.step > 0
 
     def evaluates(self, step: int) -> bool:
-        """True for the steps after which held-out problems are answered."""
+        """True for the steps followed by an evaluation."""
         return step in (0, self.config.steps) or every(self.config.eval_every, step)
 
     def _see_evaluations(self) -> None:
-        """Takes the best evaluation, and whether the last step's was made, from their file."""
+        """Reads the best evaluation, and whether the last step has one, from the file."""
         rows = read_rows(self.config.folder / "evaluations.jsonl")
-        # The main process's file, should others have none.
+        # The main process's file: other hosts may have none.
         rows = ranks.reduce(self.accelerator, rows, itemgetter(0))
         made = {row["step"] for row in rows}
         self.evaluated = not self.evaluates(self.step) or self.step in made
@@ -273,9 +273,9 @@ class Run:
         self.best = {name: first[name] for name in ("step", "accuracy") if name in first}
 
     def save(self) -> None:
-        """Writes a checkpoint unless `save_every` is -1; warns if it could not.
+        """Writes a checkpoint unless `save_every` is -1; if that fails, warns and goes on.
 
-        Weights that are not finite are not saved. Where the disk is full, say, training goes on.
+        Weights that are not finite are not saved.
         """
         if self.config.save_every < 0:
             return
@@ -297,16 +297,16 @@ class Run:
         self.prune()
 
     def prune(self) -> None:
-        """Deletes all checkpoints but the best and the last two."""
+        """Deletes all checkpoints except the best and the last two."""
         if self.accelerator.is_main_process:
             best = self.best.get("step", self.step)
             self.look_on("pruning", checkpoint.prune, self.config.folder, best)
 
     def stop(self, error: BaseException) -> None:
-        """Keeps what was trained before a step that failed, if the weights are still those."""
+        """Saves the weights of the step before a failed step, unless they have changed since."""
         self.step = self.trained
         if self.accelerator.num_processes > 1 and not isinstance(error, (StepError, Preempted)):
-            return  # the others wait elsewhere
+            return  # the other processes wait in another collective
         if self.saved < self.step and not self.within_step:
             self.save()
         then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
@@ -326,6 +326,6 @@ class Run:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = self.trained = self.saved = state["step"]
         self.first_gap, self.within_step = state["first_gap"], False
-        # What the run had left of it, unless the option is another one now.
+        # The run's reduced size, unless the option has changed.
         if state["config"]["micro_batch_size"] == self.config.micro_batch_size:
             self.micro_batch_size = state["micro_batch_size"]

@@ -15,17 +15,17 @@ def call(
     name: str, work: Callable[[], _T], kind: type[Exception],
     hint: Callable[[BaseException], str] = lambda _: "", *, retried: bool = False,
 ) -> _T:  # fmt: skip
-    """Returns the work's result; raises its errors as an error of `kind` that begins with `name`.
+    """Returns the result of `work`; raises its errors as `kind`, with `name` before the message.
 
     `exit()` in generated code, the timeouts of some packages and the outcomes of pytest derive
     from BaseException alone. A second signal, which raises KeyboardInterrupt, ends the run.
 
     Args:
-        name: what the error begins with.
+        name: the begin of the message.
         work: calls the user's function.
-        kind: errors of this kind stay as they are.
+        kind: the class to raise; errors of this class pass unchanged.
         hint: the end of the message, from the error.
-        retried: memory that runs out stays as it is, and the work is tried again in smaller parts.
+        retried: out-of-memory errors pass unchanged, as the caller retries with smaller parts.
     """
     try:
         return work()

@@ -20,7 +20,7 @@ from .scoring import Scorer
 class Explanations:
     """Pages of every `explain_every` steps, and of steps where the gradient norm or KL jumps.
 
-    With several processes they show the main one's completions.
+    With several processes they show the main process's completions.
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Any) -> None:
@@ -29,7 +29,7 @@ class Explanations:
         self.scorer, self.tokenizer = scorer, tokenizer
 
     def open(self) -> None:
-        """Begins, or goes on after the steps in the folder of the run that is resumed."""
+        """Begins a run, or goes on after the steps in the folder of the resumed run."""
         run = self.scorer.run
         if run.accelerator.is_main_process:
             rows = read_rows(run.config.folder / "metrics.jsonl")
@@ -38,7 +38,7 @@ class Explanations:
     def of_step(
         self, row: Mapping[str, Any], samples: Samples, updates: Sequence[Update]
     ) -> dict[str, Any] | None:
-        """Writes the page of a step's largest update if it is due; prints where it is.
+        """Writes the page of a step's largest update if it is due; prints its place.
 
         A spike is a warning, a page by `explain_every` is not.
 
@@ -48,7 +48,7 @@ class Explanations:
             updates: the step's.
 
         Returns:
-            The record for the step's row; None without a page, as of a step that trained nothing.
+            The record for the step's row; None without a page.
         """
         run, scorer, why = self.scorer.run, self.scorer, self.steps.why(row)
         every = range(len(samples.texts))
@@ -63,7 +63,7 @@ class Explanations:
         rows = sorted(update.rows)
         batch, where = samples.batch(rows, self.tokenizer.pad_token_id)
         T, world = batch.completions.shape[1], run.accelerator.num_processes
-        # One of several processes is alone here, and cannot score.
+        # Only the main process comes here; scoring needs all processes.
         after = scorer.logps(samples) if world == 1 else None
 
         def of_batch(x: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """`Policy`: a causal language model; loss, log-probs and samples all come from its forward.
 
-DDP reduces the gradients of a forward of the module that it wraps, and of nothing else. So the head
-and the loss are computed inside this one.
+DDP only reduces the gradients of a forward of the module that it wraps, so the head and the loss
+are computed inside `Policy.forward`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Batch:
     prompt_mask: Tensor  # [U, P], int64
     prompt_of: Tensor  # [B], int64, row of `prompts`
     completions: Tensor  # [B, T], int64, padded on the right
-    attention: Tensor  # [B, T], int64: the tokens that are there, which the model sees
+    attention: Tensor  # [B, T], int64: tokens that are no padding
     mask: Tensor  # [B, T], int64: tokens that count in the loss
-    support: Support | None = None  # of the B * T tokens: the sets that they were sampled from
+    support: Support | None = None  # of the B * T tokens
 
     @staticmethod
     def from_rows(
@@ -55,10 +55,10 @@ class Batch:
 
 
 class Cached(NamedTuple):
-    """A key-value cache, and the name by which a model returns it and takes it back.
+    """A key-value cache, and its name among a model's outputs and arguments.
 
-    The name is `cache` from transformers 5.24 on, and was `past_key_values`. A forward may ignore a
-    name that it does not know, so that what it did is looked at, too.
+    The name is `cache` from transformers 5.24 on, `past_key_values` before. A forward may ignore an
+    unknown name, so `check_has` compares lengths.
     """
 
     name: str
@@ -66,14 +66,14 @@ class Cached(NamedTuple):
 
     @staticmethod
     def from_output(output: Any) -> Cached | None:
-        """Returns the cache in a model's output, or None where it has none."""
+        """Returns the cache in a model's output, or None."""
         from transformers import Cache
 
         caches = (Cached(name, x) for name, x in output.items() if isinstance(x, Cache))
         return next(caches, None)
 
     def check_has(self, length: int, model: Any) -> None:
-        """Refuses a model that did not go on from the cache, which would have `length` tokens."""
+        """Refuses a model that ignored the cache, which otherwise has `length` tokens."""
         if (present := self.keys_and_values.get_seq_length()) < length:
             raise RuntimeError(
                 f"share_prompts: {type(model).__name__} did not continue from {self.name}, which "
@@ -86,7 +86,7 @@ class Policy(nn.Module):
 
     With `share_prompts` the prompt of a group is encoded once, for training and for sampling:
     a forward over the prompts fills the cache, which is then repeated for the completions, and
-    gradients flow back through it. `temperature` is that of `LMHead`.
+    gradients flow back through it. `temperature` is as in `LMHead`.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes `[B, T]` log-probs of the completions, and their entropy if asked for.
 
-        `logits_dtype` is that of `LMHead`.
+        `logits_dtype` is as in `LMHead`.
         """
         hidden = self.hidden(batch)
         out = linear_logprobs(
@@ -160,7 +160,7 @@ class Policy(nn.Module):
             # All but the last token of each prompt, encoded once; generate goes on from there.
             _, cache = self._encode(ids[:, :-1], mask[:, :-1])
             cache.keys_and_values.batch_repeat_interleave(count)
-            # Overrules a config that says no cache, or another: generate would start without this.
+            # Overrides a config without a cache, or with another cache, which generate would use.
             inputs |= {cache.name: cache.keys_and_values, "use_cache": True}
             inputs["cache_implementation"] = None
         eos = end_tokens(self.model, tokenizer)
@@ -219,9 +219,9 @@ class Policy(nn.Module):
 
 @contextmanager
 def _without_sampling_defaults(*models: Any) -> Iterator[None]:
-    """Leaves out the models' own options of `generate`, except token ids and the cache.
+    """Disables the models' options of `generate`, except token ids and the cache.
 
-    With their penalties, cutoffs or beams, samples would not be the policy's.
+    With their penalties, truncation or beams, samples would not be the policy's.
     """
     before = [model.generation_config for model in models]
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "cache_implementation")
@@ -236,10 +236,10 @@ def _without_sampling_defaults(*models: Any) -> Iterator[None]:
 
 
 def without_dropout(policy: Policy) -> Policy:
-    """Puts the policy into evaluation mode, as dropout would make every log-prob another policy's.
+    """Puts the policy into evaluation mode, as every dropout mask is another policy.
 
-    Layers that are checkpointed stay in training mode, without which they would not be; the modules
-    inside them do not.
+    Checkpointed layers stay in training mode, as checkpointing needs it; the modules inside them do
+    not.
     """
     policy.eval()
     for module in policy.modules():
@@ -251,8 +251,8 @@ def without_dropout(policy: Policy) -> Policy:
 def misses_parameters(model: nn.Module, ids: Tensor) -> bool:
     """True if logits of a text do not depend on some trained parameter.
 
-    Such are weights of an image tower, and of experts that the text is not routed to. A step of DDP
-    waits for the gradients of all parameters, unless it looks for these.
+    Examples are weights of an image tower, and experts that the text is not routed to. DDP then
+    needs `find_unused_parameters`, or a step waits for their gradients.
     """
     ids = ids.to(next(model.parameters()).device)
     with torch.enable_grad():
@@ -291,7 +291,7 @@ def why_not_shared(model: Any) -> str | None:
 
 @torch.no_grad()
 def _cache_of_a_token(model: Any) -> Cached | None:
-    """Runs the body on one token, as it alone can tell what it returns."""
+    """Runs the body on one token; returns its cache, or None."""
     body, device = body_of(model), model.get_input_embeddings().weight.device
     forecast = device.type == "meta"
     with evaluating(model), without_memory() if forecast else nullcontext():
