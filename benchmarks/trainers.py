@@ -90,7 +90,7 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
     from trl import GRPOConfig, GRPOTrainer
 
     from grpo_kernels.training.problems.rewards import resolve_rewards
-    from grpo_kernels.training.run.schedule import place_of
+    from grpo_kernels.training.run.schedule import index_at_turn
 
     rows: list[dict[str, float]] = []
 
@@ -112,7 +112,7 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
         model, tokenizer = loaded(task, config)
         problems, _ = load_problems(config)
         num_prompts = config.prompts_per_step * steps
-        order = [place_of(turn, len(problems), config.seed) for turn in range(num_prompts)]
+        order = [index_at_turn(turn, len(problems), config.seed) for turn in range(num_prompts)]
         columns = [{k: problems[i][k] for k in ("prompt", "answer")} for i in order]
 
         def reward(name: str) -> Any:

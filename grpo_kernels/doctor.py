@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from . import GRPOLossConfig, __version__, reference
-from .base.checks import name_of, version_numbers
+from .base.checks import dtype_name, version_numbers
 from .fused_grpo_loss import fused_grpo_loss
 from .head.budget import gpu
 from .head.linear_logprobs import linear_logprobs
@@ -216,7 +216,7 @@ def _run(call: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, T
 
 def check_call(call: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str | None]:
     """Returns a line of the table, and the fault of the results or None."""
-    label = f"{device.type:8}{name_of(dtype):10}{call:12}"
+    label = f"{device.type:8}{dtype_name(dtype):10}{call:12}"
     try:
         errors = measure_errors(call, dtype, device)
     except Exception as error:  # a compiler that is missing, for example

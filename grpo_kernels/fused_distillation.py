@@ -21,11 +21,11 @@ from torch import Tensor
 from .base.autograd import (
     eager_under_compile,
     float16_scale,
-    keep_gradients,
-    kept_gradients,
+    save_gradients,
+    saved_gradients,
     scaled,
 )
-from .base.checks import names_are_answered
+from .base.checks import suggests_names
 from .base.outputs import DistillationOutput, Metrics
 from .head.call import head_call
 from .head.execution import Execution
@@ -41,7 +41,7 @@ METRICS = ("tokens", "divergence", "entropy", "ref_entropy", "agreement", "diver
 
 
 @eager_under_compile
-@names_are_answered
+@suggests_names
 def fused_distillation_loss(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -119,7 +119,7 @@ def fused_distillation_loss(
         entropy=True,
         loss_settings={"kind": list(DIVERGENCES).index(kind), "beta": float(beta)},
     )
-    loss, values = plan.run(partial(_Distillation.apply, *call.tensors, weight))
+    loss, values = plan.run_with_retry(partial(_Distillation.apply, *call.tensors, weight))
     stats = PairStats(values)
     # Copies for the metrics, as the caller may change its mask and the result in place.
     mask = None if spec.mask is None else spec.mask.clone()
@@ -157,10 +157,10 @@ class _Distillation(torch.autograd.Function):
                     head.backward(
                         chunk, grads, StatGrads(divergence=d.contiguous())
                     )  # GEMMs 3 and 4
-        keep_gradients(ctx, tensors, scale, grads.finalize())
+        save_gradients(ctx, tensors, scale, grads.finalize())
         ctx.mark_non_differentiable(values)
         return weight * PairStats(values).divergence.sum(), values
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return (*kept_gradients(ctx, d_loss, "fused_distillation_loss"), *[None] * 2)
+        return (*saved_gradients(ctx, d_loss, "fused_distillation_loss"), *[None] * 2)

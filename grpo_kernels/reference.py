@@ -18,7 +18,7 @@ from .base.outputs import GRPOLossOutput, LogprobOutput
 from .head.lm_head import LMHead, Reference, Support
 from .loss.config import GRPOLossConfig
 from .loss.distillation import divergence_addends, make_divergence
-from .loss.inputs import check_entropy_given, loss_inputs, rows_of_loss
+from .loss.inputs import check_has_entropy, loss_inputs, tokens_in_loss
 from .loss.metrics import loss_metrics
 from .loss.objective import policy_objective, tokens_of
 
@@ -169,7 +169,7 @@ def grpo_loss(
     checks.read()
     if kl is not None:
         tokens = replace(tokens, kl=kl.reshape(-1))
-    check_entropy_given(config, entropy)
+    check_has_entropy(config, entropy)
     flat = logps.reshape(-1)
     flat_entropy = None if entropy is None else entropy.reshape(-1)
     loss = policy_objective(config, tokens_of(config, tokens, flat, flat_entropy))
@@ -210,7 +210,7 @@ def fused_grpo_loss(
     **loss_args: Any,
 ) -> GRPOLossOutput:
     """`linear_logprobs` and `divergence`, then `grpo_loss`, which takes `loss_args`."""
-    scored, ref_logps = rows_of_loss(mask, ce_weights, hidden), None
+    scored, ref_logps = tokens_in_loss(mask, ce_weights, hidden), None
     out = linear_logprobs(hidden, head, targets, scored, support=support, rounded_to=rounded_to)
     if reference is not None:
         if loss_args.get("config", GRPOLossConfig()).exact_kl:

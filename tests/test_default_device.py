@@ -173,7 +173,7 @@ def of_the_trainer(folder):
     completions = [SimpleNamespace(sampled_flags=[True], ended=x) for x in (True, False)]
     mask = samples.loss_mask(completions, True)
     rewards = BATCH.advantages[:, None].double().repeat(1, 2)
-    padded = samples.per_token([[0.5], None], mask)
+    padded = samples.pad_per_token([[0.5], None], mask)
     tensors = [x for x in vars(batch).values() if x is not None]
     return [*tensors, mask, padded, weighted_sum(rewards, [1.0, 2.0]), to_device(mask, None)]
 

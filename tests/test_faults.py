@@ -246,7 +246,7 @@ def test_numbers_of_any_kind_are_taken(sampler):
     sampler.rollout = lambda *_: [one]
     assert sampler(problems, 1, 1.0) == [one]
     for values, expected in ((one.logps, [-1.0, -1.5, -2.0, -3.0]), (weights, [0, 0.5, 1, 0])):
-        assert samples.per_token([values], torch.ones(1, 4)).tolist() == [expected]
+        assert samples.pad_per_token([values], torch.ones(1, 4)).tolist() == [expected]
 
 
 # Gradients

@@ -19,7 +19,7 @@ from grpo_kernels.training.step.micro_batches import (
     pad_plan,
     plan_micro_batches,
 )
-from grpo_kernels.training.step.policy import Batch, positions
+from grpo_kernels.training.step.policy import Batch, position_ids_of
 from tests.helpers.trainer_runs import FakeRollout, assert_same_grads, first_samples
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -137,7 +137,9 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(name, sampled):
         ce = 0.5 * (batch.mask - own) / own.sum()
     ids = torch.cat([batch.prompts[batch.prompt_of], batch.completions], 1)
     attention = torch.cat([batch.prompt_mask[batch.prompt_of], batch.mask], 1)
-    states = model.base_model(ids, attention_mask=attention, position_ids=positions(attention))
+    states = model.base_model(
+        ids, attention_mask=attention, position_ids=position_ids_of(attention)
+    )
     out = reference.fused_grpo_loss(
         states.last_hidden_state[:, -own.shape[1] - 1 : -1], head_of(model).weight,
         batch.completions, samples.advantages.double(), own, config=trainer.config.loss_config(),

@@ -31,7 +31,7 @@ def eager_under_compile(call: _Call) -> _Call:
     return cast(_Call, public)
 
 
-def graph_is_kept() -> bool:
+def graph_is_retained() -> bool:
     """True in a backward under `retain_graph=True`, and where torch cannot tell."""
     keep_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return keep_graph is None or bool(keep_graph())
@@ -108,7 +108,7 @@ def scaled_gradient(
     """
     if stored is None:
         return None
-    is_needed_again = not fresh and graph_is_kept()
+    is_needed_again = not fresh and graph_is_retained()
     if isinstance(stored, SplitSum):
         return stored.rounded(scale, in_place=not is_needed_again)
     if scale is None:
@@ -136,7 +136,7 @@ def _scaled_into(out: Tensor, x: Tensor, scale: Tensor | None) -> Tensor:
     return out
 
 
-def keep_gradients(
+def save_gradients(
     ctx: Any,
     tensors: Sequence[Tensor],
     scale: Tensor | None,
@@ -148,7 +148,7 @@ def keep_gradients(
     ctx.dtypes, ctx.num_parts = dtypes_of(*tensors), [len(x) for x in parts]
 
 
-def kept_gradients(ctx: Any, d_loss: Tensor, call: str) -> Iterator[Tensor | None]:
+def saved_gradients(ctx: Any, d_loss: Tensor, call: str) -> Iterator[Tensor | None]:
     """The saved gradients times the loss's gradient; refuses a double backward."""
     refuse_double_backward(call)
     scale, *saved = ctx.saved_tensors

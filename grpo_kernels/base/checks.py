@@ -57,16 +57,16 @@ def check_tensor(
     if shape is not None and tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name}: expected shape {list(shape)}; got {list(x.shape)}")
     if dtypes is not None and x.dtype not in dtypes:
-        expected = ", ".join(map(name_of, dtypes))
+        expected = ", ".join(map(dtype_name, dtypes))
         is_wide = x.dtype == torch.float64 and torch.float64 not in dtypes
         hint = ": cast it, or use grpo_kernels.reference" if is_wide else ""
-        raise TypeError(f"{name}: expected dtype {expected}; got {name_of(x.dtype)}{hint}")
+        raise TypeError(f"{name}: expected dtype {expected}; got {dtype_name(x.dtype)}{hint}")
     if device is not None and x.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}; got one on {x.device}")
     return x
 
 
-def names_are_answered(call: _T) -> _T:
+def suggests_names(call: _T) -> _T:
     """Adds what to use instead to a function's or class's TypeError for an unknown keyword."""
     function: Callable[..., Any] = call.__init__ if isinstance(call, type) else call  # type: ignore
 
@@ -79,9 +79,9 @@ def names_are_answered(call: _T) -> _T:
             unknown = [x for x in kwargs if x not in inspect.signature(function).parameters]
             if called or not unknown:  # it is about something else
                 raise
-            from .hints import of_keyword
+            from .hints import hint_for_keyword
 
-            hints = [f": {hint}" for hint in [of_keyword(unknown[0], call)] if hint]
+            hints = [f": {hint}" for hint in [hint_for_keyword(unknown[0], call)] if hint]
             raise TypeError("".join([str(error), *hints])) from None
 
     if isinstance(call, type):
@@ -120,7 +120,7 @@ def as_number(value: Any) -> Any:
     return int(number) if isinstance(number, Integral) else float(number)
 
 
-def plain_numbers(options: Any) -> None:
+def convert_numbers(options: Any) -> None:
     """Converts the numbers in a dataclass's fields to Python's, also in lists and dicts."""
     for option in fields(options):
         value = getattr(options, option.name)
@@ -148,11 +148,11 @@ def check_number(name: str, value: object, expected: str = "of any size") -> flo
 def check_choice(name: str, value: object, choices: tuple[object, ...], hint: str = "") -> None:
     # Of one type: an array is equal to nothing.
     if not any(isinstance(value, type(x)) and value == x for x in choices):
-        from .hints import of_choice
+        from .hints import hint_for_choice
 
         raise ValueError(
             f"{name}: expected one of {', '.join(map(str, choices))}{hint}; got {value!r}"
-            f"{of_choice(value, choices)}"
+            f"{hint_for_choice(value, choices)}"
         )
 
 
@@ -163,7 +163,7 @@ def scalar(name: str, value: object, device: torch.device) -> float | Tensor:
         if value.ndim != 0:
             raise ValueError(f"{name}: expected a 0-d tensor; got shape {list(value.shape)}")
         if value.is_complex() or value.dtype == torch.bool:
-            raise TypeError(f"{name}: expected a real number; got {name_of(value.dtype)}")
+            raise TypeError(f"{name}: expected a real number; got {dtype_name(value.dtype)}")
         if value.device == device:
             return value.detach()
         if value.device.type != "cpu":
@@ -172,7 +172,7 @@ def scalar(name: str, value: object, device: torch.device) -> float | Tensor:
     return check_number(name, value)
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 

@@ -196,7 +196,7 @@ ARGUMENTS = {
 }
 
 
-def of_keyword(name: str, call: Callable[..., Any]) -> str | None:
+def hint_for_keyword(name: str, call: Callable[..., Any]) -> str | None:
     """Returns what to pass instead of a keyword that a call does not have; None if unknown."""
     known, hint = [*inspect.signature(call).parameters], ELSEWHERE.get(name, "")
     text = hint[:1].lower() + hint[1:].rstrip(".")
@@ -219,7 +219,7 @@ def of_keyword(name: str, call: Callable[..., Any]) -> str | None:
     return f"did you mean {' or '.join(near)}?" if near else None
 
 
-def of_choice(value: object, choices: Iterable[object]) -> str:
+def hint_for_choice(value: object, choices: Iterable[object]) -> str:
     """Suggests the choice spelt most like the value; "" if there is none."""
     plain = {re.sub(r"[^a-z0-9+]", "", str(x).lower()): str(x) for x in choices}
     spelt = re.sub(r"[^a-z0-9+]", "", str(value).lower())

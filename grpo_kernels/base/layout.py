@@ -68,10 +68,10 @@ class Layout:
 
     def flat(self, name: str, x: object, dtype: torch.dtype = torch.float32) -> Tensor:
         """Flattens a constant with one value per token to `[N]`."""
-        x = self._of_tokens(name, x, FLOATS)
+        x = self._check_per_token(name, x, FLOATS)
         return flatten(x.detach()).to(dtype)
 
-    def _of_tokens(self, name: str, x: object, dtypes: Sequence[torch.dtype]) -> Tensor:
+    def _check_per_token(self, name: str, x: object, dtypes: Sequence[torch.dtype]) -> Tensor:
         """Returns `x`, with one value per token, or says what it looks like instead."""
         x, shape = check_tensor(name, x), self.shape
         hint = ""
@@ -88,7 +88,7 @@ class Layout:
         if mask is None:
             return None
         dtypes = (torch.bool, *INTEGERS, *FLOATS)
-        mask = self._of_tokens("mask", mask, dtypes)
+        mask = self._check_per_token("mask", mask, dtypes)
         flat = flatten(mask.detach())
         if flat.dtype == torch.bool:
             return flat

@@ -33,13 +33,13 @@ _LOCK = Lock()
 
 
 def lend(x: Tensor) -> None:
-    """Lends the memory of `x` to the next call on its device, which frees it by `take_back`."""
+    """Lends the memory of `x` to the next call on its device, which frees it by `reclaim`."""
     with _LOCK:
         _free(_LENT.pop(x.device, None))
         _LENT[x.device] = TensorWeakRef(x)
 
 
-def take_back(device: torch.device) -> None:
+def reclaim(device: torch.device) -> None:
     """Frees the memory that was lent last on a device, if it is still lent."""
     with _LOCK:
         _free(_LENT.pop(device, None))

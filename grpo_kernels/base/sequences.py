@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .checks import INTEGERS, as_number, check_tensor, names_are_answered
+from .checks import INTEGERS, as_number, check_tensor, suggests_names
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,7 +66,7 @@ def widened(x: Tensor) -> Tensor:
     return x.to(wide_dtype(x))
 
 
-@names_are_answered
+@suggests_names
 def completion_mask(token_ids: Tensor, end_ids: int | Iterable[int] | Tensor) -> Tensor:
     """Marks the tokens of completions up to the first end token, which counts.
 

@@ -160,13 +160,13 @@ def _explanation(path: Path, rows: Sequence[Row]) -> Explanation:
 
 def _column(name: str, values: Any, count: int, label: str) -> list[Any]:
     """Checks a list of a row, and returns it with NaN and infinity."""
-    whole, text = name in ("position", "token_id"), name == "text"
-    types = (int,) if whole else (str,) if text else (int, float, bool, type(None))
-    kind = "whole numbers" if whole else "texts" if text else "numbers or null"
+    integers, text = name in ("position", "token_id"), name == "text"
+    types = (int,) if integers else (str,) if text else (int, float, bool, type(None))
+    kind = "whole numbers" if integers else "texts" if text else "numbers or null"
     _expect(isinstance(values, list) and len(values) == count, f"{label}: {count} {kind}", values)
-    wrong = [x for x in values if type(x) not in types or (whole and x.bit_length() > 63)]
+    wrong = [x for x in values if type(x) not in types or (integers and x.bit_length() > 63)]
     _expect(not wrong, f"{label}: {kind}", *wrong[:1] or [None])
-    if whole or text:
+    if integers or text:
         return list(values)
     floats = [math.nan if x is None else float(x) for x in values]
     return [math.copysign(math.inf, x) if abs(x) >= LARGEST else x for x in floats]

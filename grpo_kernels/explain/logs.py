@@ -154,7 +154,7 @@ def _named(raw: Mapping[str, Any], number: int, names: dict[str, str]) -> dict[s
 
 @lru_cache(1000)
 def _place(name: str) -> tuple[str, int, str] | None:
-    """Our name of a metric, its rank among others' names, and the log's name."""
+    """A metric's name here, its rank among others' names, and the log's name."""
     name = re.sub(r" *(/) *", r"\1", name).strip().removeprefix("train/")
     own = [(ours, 9) for ours, pattern in _OWN.items() if pattern.fullmatch(name)]
     return next(((*place, name) for place in [_PLACES.get(name), *own] if place), None)

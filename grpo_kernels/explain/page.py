@@ -50,8 +50,8 @@ def _template(name: str) -> str:
     text, own = ((folder / x).read_text(encoding="ascii") for x in ("page.html", name))
     own = re.sub(r"@(\w+\.js)@\n", lambda place: (folder / place[1]).read_text("ascii"), own)
     parts = r"<style>\n(.*)</style>\n<header>(.*?)</header>\n(.*)<script>\n(.*)</script>\n"
-    found = re.fullmatch(parts, own, re.DOTALL).groups()  # type: ignore[union-attr]
-    for place, part in zip(("OWN_STYLE", "HEAD", "BODY", "OWN_SCRIPT"), found, strict=True):
+    groups = re.fullmatch(parts, own, re.DOTALL).groups()  # type: ignore[union-attr]
+    for place, part in zip(("OWN_STYLE", "HEAD", "BODY", "OWN_SCRIPT"), groups, strict=True):
         text = text.replace(f"@{place}@", part)
     for part in ("style", "script"):
         code = re.search(f"<{part}>(.*?)</{part}>", text, re.DOTALL)[1]  # type: ignore[index]
@@ -106,8 +106,8 @@ def _place(title: str, page: Path) -> tuple[str, dict[str, str]]:
 
 def pages(folder: Path) -> dict[int, str]:
     """The names of the pages of steps, by step, in order."""
-    found = (_STEP.fullmatch(path.name) for path in folder.glob("step-*.html"))
-    return dict(sorted((int(name[1]), name[0]) for name in found if name))
+    matches = (_STEP.fullmatch(path.name) for path in folder.glob("step-*.html"))
+    return dict(sorted((int(name[1]), name[0]) for name in matches if name))
 
 
 def link_next(folder: Path, step: float, name: str) -> None:

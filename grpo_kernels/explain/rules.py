@@ -24,19 +24,19 @@ class Rule(NamedTuple):
     live: int  # number of last steps by which the trainer warns during a run; 0: never
     find: Callable[[Log], str]  # returns the numbers of a log that show it, in words, or ""
     source: str  # threads and papers
-    reading: str  # the sign in the log
+    sign: str  # the sign in the log
     why: str
-    do: str = ""  # our options, then others'
+    remedy: str = ""  # our options, then others'
 
 
 class Finding(NamedTuple):
     """A rule, and the numbers that show it."""
 
     rule: Rule
-    saw: str
+    evidence: str
 
     def __str__(self) -> str:
-        return " ".join(f"{x}." for x in (self.saw, self.rule.why, self.rule.do) if x)
+        return " ".join(f"{x}." for x in (self.evidence, self.rule.why, self.rule.remedy) if x)
 
 
 QUESTIONS: dict[str, tuple[Rule, ...]] = {
@@ -209,12 +209,12 @@ def verdicts(
         names: the log's names of our metrics, for the texts.
     """
     first = next((row for row in rows if row.get("entropy") is not None), {})
-    log, found = Log(rows, options, first), []
+    log, findings = Log(rows, options, first), []
     for rule in RULES.values():
         if saw := rule.find(log):
             saw = re.sub(r"[\w/]+", lambda word: names.get(word[0], word[0]), saw)
-            found.append(Finding(rule, saw))
-    return sorted(found, key=lambda x: [*VERDICTS].index(x.rule.verdict))
+            findings.append(Finding(rule, saw))
+    return sorted(findings, key=lambda x: [*VERDICTS].index(x.rule.verdict))
 
 
 class Watch:
@@ -252,13 +252,13 @@ def markdown() -> str:
     lines = [_INTRODUCTION, "| question | verdict |", "|---|---|"]
     for question, rules in QUESTIONS.items():
         kept = "".join(x for x in question.lower() if x.isalnum() or x in " -")
-        found = ", ".join(x for x in VERDICTS if x in {rule.verdict for rule in rules})
-        lines.append(f"| [{question}](#{kept.replace(' ', '-')}) | {found} |")
+        shown = ", ".join(x for x in VERDICTS if x in {rule.verdict for rule in rules})
+        lines.append(f"| [{question}](#{kept.replace(' ', '-')}) | {shown} |")
     for question, rules in QUESTIONS.items():
         lines += ["", f"## {question}"]
         for rule in rules:
-            more = "".join(f" {x}." for x in (rule.why, rule.do) if x)
-            text = f"**{rule.reading}: {rule.verdict}.**{more}"
+            more = "".join(f" {x}." for x in (rule.why, rule.remedy) if x)
+            text = f"**{rule.sign}: {rule.verdict}.**{more}"
             text = re.sub(r"(?<![`\w/])([\w/]+_[\w/]+|rewards/\S+)", r"`\1`", text)
             lines += ["", f"{text} ({rule.source})"]
     return "\n".join(lines) + "\n"

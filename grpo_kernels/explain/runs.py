@@ -84,8 +84,8 @@ def _rows(path: Path, *keys: str) -> list[dict[str, Any]]:
 def _signs(row: Run) -> dict[str, Any]:
     """The step of a row, its warnings and why it was explained, if they have our form."""
     warnings, explained = row.get("warnings"), row.get("explained")
-    found = [x for x in warnings if isinstance(x, dict)] if isinstance(warnings, list) else []
-    signs = {"warnings": found, "explained": explained if isinstance(explained, dict) else None}
+    valid = [x for x in warnings if isinstance(x, dict)] if isinstance(warnings, list) else []
+    signs = {"warnings": valid, "explained": explained if isinstance(explained, dict) else None}
     return {"step": row["step"], **{name: x for name, x in signs.items() if x}}
 
 

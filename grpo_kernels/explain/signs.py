@@ -82,8 +82,8 @@ def loss_is_kl(log: Log) -> str:
 
 
 def kl_absent(log: Log) -> str:
-    of_grpo = any(row.keys() & {"kl", "reward", "clip_ratio/region_mean"} for row in log.rows)
-    if log.options.get("beta") or log["kl"] or not (log["loss"] and of_grpo):
+    is_grpo = any(row.keys() & {"kl", "reward", "clip_ratio/region_mean"} for row in log.rows)
+    if log.options.get("beta") or log["kl"] or not (log["loss"] and is_grpo):
         return ""
     return "kl is NaN" if any("kl" in row for row in log.rows) else "the log has no kl"
 
@@ -94,8 +94,8 @@ def kl_zero(log: Log) -> str:
 
 
 def kl_negative(log: Log, usual: bool = True) -> str:
-    found = [x for x in ("kl", "old_kl") if min(log[x], default=0.0) < 0]
-    return next((log.span(x) for x in found if (median(log[x]) >= -0.1) == usual), "")
+    negative = [x for x in ("kl", "old_kl") if min(log[x], default=0.0) < 0]
+    return next((log.span(x) for x in negative if (median(log[x]) >= -0.1) == usual), "")
 
 
 def kl_large(log: Log) -> str:
@@ -193,8 +193,8 @@ def spikes(log: Log) -> str:
     watch = ExplainedSteps(".", most=len(log.rows))
     steps, norms = log.columns("grad_norm")
     why = [watch.why({"step": i, "grad_norm": x}) for i, x in zip(steps, norms, strict=True)]
-    found = [f"at step {i:.0f} {x}" for i, x in zip(steps, why, strict=True) if x]
-    return "; ".join(found[:3]) + f"; and {len(found) - 3} more" * (len(found) > 3)
+    jumps = [f"at step {i:.0f} {x}" for i, x in zip(steps, why, strict=True) if x]
+    return "; ".join(jumps[:3]) + f"; and {len(jumps) - 3} more" * (len(jumps) > 3)
 
 
 def hacking(log: Log) -> str:
@@ -222,18 +222,18 @@ def gap(log: Log, kind: str) -> str:
         return ""
     first, last, ratio_is = gaps[0], median(gaps[-WINDOW:]), median(ratio or [1.0])
     if first >= 1 or median(largest) >= 10:
-        found = "tokens"
+        likely = "tokens"
     elif first >= 0.1 or (first >= 0.02 and 0.9 < ratio_is <= 0.97):
-        found = "temperature"
+        likely = "temperature"
     elif last >= max(0.1, 4 * first):
-        found = "weights"
+        likely = "weights"
     else:
-        found = "product" if ratio_is <= 0.9 else "rounding" if last < 0.1 else ""
+        likely = "product" if ratio_is <= 0.9 else "rounding" if last < 0.1 else ""
     saw = f"sampler_gap was {first:.2g} nats at first, {last:.2g} at last"
     saw += f", {max(largest):.2g} at most" * any(largest) + f"; mean ratio {ratio_is:.3g}" * bool(
         ratio
     )
-    return saw if found == kind else ""
+    return saw if likely == kind else ""
 
 
 def no_support(log: Log) -> str:

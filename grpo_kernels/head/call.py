@@ -16,7 +16,7 @@ from ..base.checks import (
     HEAD_DTYPES,
     ValueChecks,
     check_tensor,
-    name_of,
+    dtype_name,
     saveable,
 )
 from ..base.layout import Layout, check_target_ids, check_targets
@@ -37,7 +37,7 @@ class HeadSpec:
     num_terms: int  # of the raw logits, the head's weight first
     has_bias: bool  # the last term is a bias, which alone may be -inf
     targets: Tensor | None  # int64 [N] or [N, K]; None: no id has its log-prob read
-    sampled: bool  # the targets are the sampled tokens; False: ids to look up, or none
+    sampled: bool  # whether the targets were sampled; False: they are ids to look up, or None
     mask: Tensor | None  # bool [N], the tokens that take part; None: every token
     transform: LogitTransform
     layout: Layout
@@ -147,8 +147,8 @@ def head_call(
 ) -> HeadCall:
     """Checks and flattens the arguments that all calls over a head share.
 
-    `checks`: the outer call's, if there is one. `sampled`: the targets are the sampled tokens;
-    otherwise they are ids to look up, or None.
+    `checks`: the outer call's, if there is one. Targets that are not sampled are ids to look up, or
+    None.
     """
     check_execution(execution)
     head = _checked_head(hidden, head)
@@ -274,9 +274,9 @@ def _gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 @cache
 def _warn_of_float32_products(hidden: torch.dtype, weight: torch.dtype) -> None:
     warnings.warn(
-        f"weight: {name_of(hidden)} hidden states and a {name_of(weight)} head are multiplied in "
-        "float32, some 15 times slower than in half precision: call under torch.autocast, or cast "
-        "one to the dtype of the other",
+        f"weight: {dtype_name(hidden)} hidden states and a {dtype_name(weight)} head are "
+        "multiplied in float32, some 15 times slower than in half precision: call under "
+        "torch.autocast, or cast one to the dtype of the other",
         stacklevel=2,
     )
 

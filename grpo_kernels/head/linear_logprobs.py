@@ -36,12 +36,12 @@ from ..base.autograd import (
     dtypes_of,
     eager_under_compile,
     float16_scale,
-    graph_is_kept,
+    graph_is_retained,
     refuse_double_backward,
     scaled,
     scaled_gradient,
 )
-from ..base.checks import ValueChecks, check_bool, check_tensor, names_are_answered
+from ..base.checks import ValueChecks, check_bool, check_tensor, suggests_names
 from ..base.layout import selected
 from ..base.memory import borrowed, lend, ran_out_of_memory
 from ..base.outputs import LogprobOutput
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 @eager_under_compile
-@names_are_answered
+@suggests_names
 def linear_logprobs(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -150,7 +150,7 @@ def compute_logprobs(
     """
     sets, rows_forward = plan.sets, partial(_TwoPasses.apply, *call.tensors)
     if sets is None:
-        return plan.run(rows_forward)
+        return plan.run_with_retry(rows_forward)
     entry_logps, set_entropy, lse = sets.log_softmax(call)
     entropy = set_entropy.clone() if plan.entropy else None  # the caller may change it in place
     if entries:
@@ -159,7 +159,7 @@ def compute_logprobs(
         return logps, entropy, lse, None
     logps = sets.logps(entry_logps)
     if plan.rows.num_rows:
-        row_logps, row_entropy, row_lse, _ = plan.run(rows_forward)
+        row_logps, row_entropy, row_lse, _ = plan.run_with_retry(rows_forward)
         has_set = sets.tokens
         logps = torch.where(has_set, logps, row_logps)
         lse = torch.where(has_set, lse, row_lse)
@@ -201,7 +201,7 @@ class _TwoPasses(torch.autograd.Function):
         refuse_double_backward("linear_logprobs")
         saved, needs_grad = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
         tensors, forward_values = saved[: ctx.count], saved[ctx.count :]
-        kept, ctx.kept = ctx.kept, ctx.kept if graph_is_kept() else None
+        kept, ctx.kept = ctx.kept, ctx.kept if graph_is_retained() else None
         gradients = _second_pass(
             tensors, ctx.plan, forward_values, kept, StatGrads(*d_stats), needs_grad
         )
@@ -277,14 +277,16 @@ def _second_pass(
     if kept is not None and only_logps:
         # Kept rows without a gradient are multiplied, too: NaN would reach the weight's gradient.
         not_finite = checks.ask((~(needed | stats.logsumexp.isfinite())).sum())
-    second = plan.second_pass(needed, tensors[1], checks)
+    second_plan = plan.second_pass(needed, tensors[1], checks)
     # Either two GEMMs over all rows, or three over those with a gradient.
-    is_less = 2 * plan.rows.num_rows <= 3 * second.rows.num_rows
+    is_less = 2 * plan.rows.num_rows <= 3 * second_plan.rows.num_rows
     with torch.autocast(needed.device.type, enabled=False):
         if kept is not None and not_finite is not None and is_less and not_finite.numbers == [0]:
             gradients = _from_kept(tensors, kept, stats, d_stats, needs_grad, plan)
         if gradients is None:
-            gradients = second.run(partial(_gradients, tensors, stats, d_stats, needs_grad))
+            gradients = second_plan.run_with_retry(
+                partial(_gradients, tensors, stats, d_stats, needs_grad)
+            )
     unscale = None if scale is None else 1 / scale
     return [
         scaled_gradient(gradient, unscale, dtype, fresh=True)

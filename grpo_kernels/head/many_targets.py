@@ -59,13 +59,13 @@ class MultiTargetReadout(TargetReadout):
         own, others = _own_and_others(self.ids, d_stats.logps)
         d_columns = total.each(lambda x: x[:, None])._replace(logps=own)
         columns = RowGrads.of(_columns(stats), d_columns)
-        self.at_targets = columns.at_target - stats.logps.exp() * others
+        self.d_targets = columns.d_target - stats.logps.exp() * others
 
     def backward(self, strip: slice, logits: Tensor, out: Tensor) -> None:
         self._pick(strip, logits)
         super().backward(strip, logits, out)
         slope = self.transform.at(strip).slope(self.picked[strip])
-        self._set(strip, out, (self.at_targets[strip] * slope).to(out.dtype))
+        self._set(strip, out, (self.d_targets[strip] * slope).to(out.dtype))
 
     def _set(self, strip: slice, out: Tensor, d: Tensor) -> None:
         """Sets the targets' entries of `out [c, V]` to `d [c, K]`, equal where ids are."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.checks import ValueChecks
-from ..base.memory import ran_out_of_memory, take_back
+from ..base.memory import ran_out_of_memory, reclaim
 from ..kernels import TokenStats
 from .budget import RowBytes
 from .call import HeadCall, HeadSpec, check_ids, named_reference, reference_call
@@ -138,13 +138,13 @@ class HeadPlan:
         rows = self.ranks.plan(spec, weight, needed, None, row_bytes)
         return replace(self, rows=rows, grad_mode=GradMode.RECOMPUTE)
 
-    def run(self, work: Callable[[HeadPlan], _T]) -> _T:
+    def run_with_retry(self, work: Callable[[HeadPlan], _T]) -> _T:
         """Calls `work` with this plan; when memory runs out, with half as many rows at a time.
 
         Does not retry if the caller set `chunk_bytes`, nor with ranks. First frees the memory that
         an earlier call has lent.
         """
-        take_back(self.spec.layout.device)
+        reclaim(self.spec.layout.device)
         execution = self.spec.execution
         fixed = execution.chunk_bytes is not None or not self.ranks.alone
         least = INVARIANT_ROWS if execution.batch_invariant else _LEAST_ROWS

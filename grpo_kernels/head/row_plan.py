@@ -82,7 +82,7 @@ class RowPlan:
         return min(self.max_logit_rows, self.num_tokens) if self.num_rows else 0
 
     @property
-    def gradient_rows(self) -> int:
+    def gradient_buffer_rows(self) -> int:
         """The rows of the buffer of gradients; 0 where they overwrite the logits."""
         needed = self.num_grad_rows and self.row_bytes[1]
         return min(self.max_chunk_rows, self.num_tokens) if needed else 0
@@ -91,7 +91,7 @@ class RowPlan:
     def bytes_taken(self) -> int:
         """Bytes of the buffers of logits and of gradients."""
         logit_bytes, grad_bytes = self.row_bytes
-        return self.logit_rows * logit_bytes + self.gradient_rows * grad_bytes
+        return self.logit_rows * logit_bytes + self.gradient_buffer_rows * grad_bytes
 
     def resized(self, weight: Tensor, row_bytes: RowBytes, chunk_bytes: int | None) -> RowPlan:
         """The same rows in chunks of another size."""
@@ -101,10 +101,10 @@ class RowPlan:
             budget=budget_of(weight, row_bytes, chunk_bytes),
         )  # fmt: skip
 
-    def halved(self, least: int = 1) -> RowPlan:
-        """Half as many rows at a time, but not fewer than `least`."""
+    def halved(self, min_rows: int = 1) -> RowPlan:
+        """Half as many rows at a time, but not fewer than `min_rows`."""
         most, logit_rows = (
-            max(least, min(rows, self.largest_chunk) // 2)
+            max(min_rows, min(rows, self.largest_chunk) // 2)
             for rows in (self.max_chunk_rows, self.max_logit_rows)
         )
         budget = self.budget // 2

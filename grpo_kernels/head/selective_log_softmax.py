@@ -22,7 +22,7 @@ from ..base.checks import (
     check_number,
     check_tensor,
     flatten,
-    names_are_answered,
+    suggests_names,
 )
 from ..base.layout import Layout, check_target_ids, check_targets
 from ..kernels import (
@@ -36,7 +36,7 @@ from ..kernels import (
 
 
 @eager_under_compile
-@names_are_answered
+@suggests_names
 def selective_log_softmax(
     logits: Tensor,
     targets: Tensor,

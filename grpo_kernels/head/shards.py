@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ..base.checks import HEAD_DTYPES, ValueChecks, name_of
+from ..base.checks import HEAD_DTYPES, ValueChecks, dtype_name
 from ..kernels import Entries, LogitTransform, TokenStats
 from .budget import RowBytes, buffer_rows
 from .call import HeadCall, HeadSpec
@@ -313,7 +313,7 @@ _ON_OR_OFF = (False, True)
 def _settings(call: HeadCall, agreed: Mapping[str, float]) -> list[_Setting]:
     """Settings that have to be the same on all ranks."""
     head, spec, needs_grad = call.head, call.spec, call.needs_grad()
-    per_token, dtypes = isinstance(head.temperature, Tensor), [name_of(x) for x in HEAD_DTYPES]
+    per_token, dtypes = isinstance(head.temperature, Tensor), [dtype_name(x) for x in HEAD_DTYPES]
     flags = {
         "ranks.start": head.ranks is not None and head.ranks.start is not None,
         "bias": head.bias is not None,

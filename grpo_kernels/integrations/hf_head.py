@@ -362,7 +362,7 @@ def gather_head(model: Any) -> None:
         layer.unshard()
 
 
-def kept_head(model: Any, head: LMHead) -> LMHead:
+def head_snapshot(model: Any, head: LMHead) -> LMHead:
     """A snapshot of a call's head, with copies of tensors that may change in place.
 
     An optimizer changes trained weights (torch's fused ones without a new version), PEFT a frozen
@@ -384,7 +384,7 @@ def kept_head(model: Any, head: LMHead) -> LMHead:
     return head.replace(weight=constant(head.weight), bias=constant(head.bias), low_rank=low_rank)
 
 
-def let_go_of_head(model: Any) -> None:
+def reshard_head(model: Any) -> None:
     """Shards the head after `gather_head`, if no backward follows the forward."""
     layer = base_model(model).get_output_embeddings()
     if hasattr(layer, "reshard") and not torch.is_grad_enabled():

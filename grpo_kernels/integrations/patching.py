@@ -85,15 +85,15 @@ def check_version(package: str, oldest: str, before: str | None = None) -> None:
         raise ImportError(f"expected {requirement}; got {got}: pip install '{requirement}'")
 
 
-def check_options(execution: Execution, **of_head: Any) -> None:
+def check_options(execution: Execution, **head_options: Any) -> None:
     """Checks options of later calls over heads now.
 
     Args:
         execution: how the calls are computed.
-        **of_head: further options of `LMHead`.
+        **head_options: further options of `LMHead`.
 
     Raises:
         TypeError, ValueError: naming the option, what was expected and what came.
     """
-    LMHead(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), **of_head)
+    LMHead(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), **head_options)
     check_execution(execution)

@@ -60,7 +60,7 @@ class _GroupedProducts(TorchFunctionMode):
             return states @ weights[0]
 
 
-def keeps_a_state(model: Any) -> bool:
+def is_recurrent(model: Any) -> bool:
     """True for a transformers model that declares a recurrent state."""
     return bool(_private(model, "_is_stateful", "transformers"))
 

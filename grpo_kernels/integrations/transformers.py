@@ -43,11 +43,11 @@ from .hf_head import (
     check_logits,
     gather_head,
     head_of,
+    head_snapshot,
     is_prompt_learning,
     is_sharded,
-    kept_head,
-    let_go_of_head,
     register_with_zero3,
+    reshard_head,
 )
 from .patching import check_options
 
@@ -407,14 +407,14 @@ def _fused_forward(
     with precision:
         lm_head = head.at(hidden, **options)
         if objective.states:
-            objective.reference = Reference(hidden.detach(), kept_head(model, lm_head))
+            objective.reference = Reference(hidden.detach(), head_snapshot(model, lm_head))
             out = FusedHeadOutput()
         else:
             out = _score(hidden, lm_head, targets, objective, items, execution)
     if kwargs.get("output_router_logits"):
         out.aux_loss = _load_balancing_loss(config, outputs, kwargs.get("attention_mask"))
     objective.output = out
-    let_go_of_head(model)
+    reshard_head(model)
     return out
 
 

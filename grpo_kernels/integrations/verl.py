@@ -31,7 +31,7 @@ from ..base.checks import check_choice
 from ..head.execution import Execution, check_execution
 from ..head.linear_logprobs import linear_logprobs
 from ..head.lm_head import LMHead, Support, VocabRanks
-from .hf_head import body_of, gather_head, head_of, let_go_of_head
+from .hf_head import body_of, gather_head, head_of, reshard_head
 from .patching import Patch, check_version, is_ours
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class patch_verl(Patch):
         # verl's forward does not call the head, so FSDP2 does not gather a head in a separate unit.
         self._hooks += [
             body_of(model).register_forward_hook(lambda *_: gather_head(model)),
-            model.register_forward_hook(lambda *_: let_go_of_head(model)),
+            model.register_forward_hook(lambda *_: reshard_head(model)),
         ]
         self._watch_engine()
         print(f"Using {NAME} for the fused head of {type(model).__name__}")
@@ -215,10 +215,10 @@ def _check_engine(model: Any, config: Any) -> None:
             )
 
 
-def _fused_linear(own: type, execution: Execution) -> type:
+def _fused_linear(base: type, execution: Execution) -> type:
     """A subclass of verl's fused head, which uses this library for the backend `grpo_kernels`."""
 
-    class FusedLinearForPPO(own):  # type: ignore[misc, valid-type, unused-ignore]
+    class FusedLinearForPPO(base):  # type: ignore[misc, valid-type, unused-ignore]
         def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
             super().__init__(chunk_size, "torch" if impl_backend == NAME else impl_backend)
             self.impl_backend = impl_backend

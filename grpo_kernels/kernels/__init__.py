@@ -149,12 +149,12 @@ class RowGrads(NamedTuple):
         dL/dz_j = d_logps * 1[j = target] - p_j * (d_softmax + d_entropy * (z_j - lse + entropy))
 
     `d_softmax` is `d_logps` minus the gradient of the row's logsumexp, if there is one.
-    `at_target` is the target's entry of dL/dz.
+    `d_target` is the target's entry of dL/dz.
     """
 
     logsumexp: Tensor
     d_softmax: Tensor
-    at_target: Tensor
+    d_target: Tensor
     entropy: Tensor | None = None
     d_entropy: Tensor | None = None
 
@@ -164,15 +164,15 @@ class RowGrads(NamedTuple):
         d_logps, d_entropy, d_logsumexp, _ = d_stats
         assert d_logps is not None
         # 1 - p cancels for a nearly certain target; -expm1(logps) does not.
-        at_target, d_softmax = -d_logps * stats.logps.expm1(), d_logps
+        d_target, d_softmax = -d_logps * stats.logps.expm1(), d_logps
         if d_logsumexp is not None:
             d_softmax = d_logps - d_logsumexp
-            at_target += d_logsumexp * stats.logps.exp()
+            d_target += d_logsumexp * stats.logps.exp()
         if d_entropy is not None:
             assert stats.entropy is not None
             surprise = stats.logps.clamp(min=-1e4) + stats.entropy
-            at_target -= stats.logps.exp() * d_entropy * surprise
-        return RowGrads(stats.logsumexp, d_softmax, at_target, stats.entropy, d_entropy)
+            d_target -= stats.logps.exp() * d_entropy * surprise
+        return RowGrads(stats.logsumexp, d_softmax, d_target, stats.entropy, d_entropy)
 
     def at(self, rows: Tensor | slice) -> RowGrads:
         """The values of some rows."""
@@ -216,7 +216,7 @@ if TYPE_CHECKING:
     class Backend:
         """The functions of every backend, with the types of `torch_backend`."""
 
-        PAIRS: str  # the module with its operations on two models' logits
+        PAIRS_MODULE: str  # the module with its operations on two models' logits
         # None where torch differentiates the objective; else `triton_policy_loss.policy_loss`.
         policy_loss: Callable[..., PolicyLossResult] | None
         token_stats = staticmethod(torch_backend.token_stats)
@@ -229,7 +229,7 @@ else:
 
 def pairs_of(backend: Backend) -> ModuleType:
     """The backend's operations on two models' logits: a module like `pairs`."""
-    return import_module(backend.PAIRS, __package__)
+    return import_module(backend.PAIRS_MODULE, __package__)
 
 
 @cache

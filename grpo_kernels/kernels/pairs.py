@@ -105,10 +105,10 @@ def _place_of_largest(z: Tensor) -> Tensor:
     """The place of each row's largest logit, `[C, 1]`: its part of the row first."""
     V = z.shape[1]
     width = min(_PART, V)
-    whole = V // width * width
-    parts = z[:, :whole].unflatten(1, (-1, width)).amax(2)
-    if whole < V:
-        parts = torch.cat((parts, z[:, whole:].amax(1, keepdim=True)), 1)
+    full = V // width * width
+    parts = z[:, :full].unflatten(1, (-1, width)).amax(2)
+    if full < V:
+        parts = torch.cat((parts, z[:, full:].amax(1, keepdim=True)), 1)
     begin = (parts.argmax(1, keepdim=True) * width).clamp_(max=V - width)
     columns = begin + torch.arange(width, device=z.device)
     return begin.add_(z.gather(1, columns).argmax(1, keepdim=True))

@@ -17,7 +17,7 @@ from . import Entries, LogitTransform, RowGrads, TokenStats
 
 # No kernel: a closed form of the loss or autograd differentiates the objective.
 policy_loss = None
-PAIRS = ".pairs"
+PAIRS_MODULE = ".pairs"
 
 CPU_BLOCK_BYTES = 8 << 20
 _GPU_BLOCK_BYTES = 1 << 26
@@ -139,8 +139,8 @@ def logit_grads_(
             coef = surprise.mul_(grads.d_entropy[rows, None]).add_(d_softmax)
             d_logits = log_p.exp_().mul_(coef).neg_()
         place = targets[rows, None]
-        at_target = torch.where(place < 0, d_logits[:, :1], grads.at_target[rows, None])
-        d_logits.scatter_(1, place.clamp(min=0), at_target)
+        d_target = torch.where(place < 0, d_logits[:, :1], grads.d_target[rows, None])
+        d_logits.scatter_(1, place.clamp(min=0), d_target)
         if chain is not None:
             d_logits.mul_(chain)
         slope = local.logit_scale / local.per_row
@@ -165,7 +165,7 @@ def entry_dots(x: Tensor, rows: Tensor, entries: Entries, out: Tensor) -> None:
             )
             out.copy_(torch.sparse.sampled_addmm(at, x, rows.t()).values())
         return
-    for part in _slices(len(entries), x.shape[1]):
+    for part in _cache_slices(len(entries), x.shape[1]):
         factors = x[entries.tokens[part]].float()
         out[part] += factors.mul_(rows[entries.ids[part]]).sum(1)
 
@@ -217,7 +217,7 @@ def _segment_slices(offsets: Tensor, step: int) -> Iterator[slice]:
         yield slice(begin, end)
 
 
-def _slices(count: int, width: int) -> Iterator[slice]:
+def _cache_slices(count: int, width: int) -> Iterator[slice]:
     step = max(1, CPU_BLOCK_BYTES // (4 * width))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))

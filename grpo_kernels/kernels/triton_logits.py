@@ -33,7 +33,7 @@ per_row = triton.jit(
     do_not_specialize_on_alignment=[
         f"{name}_ptr"
         for name in ("targets", "temperature", "logps", "logsumexp", "entropy", "total",
-                     "at_target", "d_softmax", "d_entropy")
+                     "d_target", "d_softmax", "d_entropy")
     ],
 )  # fmt: skip
 
@@ -95,12 +95,12 @@ def _anchor(
     """The largest of the target's logit and the first `last` logits, before `_scale`."""
     # Not in units of ln 2, in which the largest numbers are infinite.
     peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-    whole = last // BLOCK_V * BLOCK_V
-    for start in range(0, whole, BLOCK_V):
+    full = last // BLOCK_V * BLOCK_V
+    for start in range(0, full, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         u, _ = _load_logits(row_ptr, offs_v, True, logit_scale, softcap, STEPS)
         peaks = tl.maximum(peaks, u)
-    for start in range(whole, last, BLOCK_V):
+    for start in range(full, last, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         mask_v = offs_v < last
         u, _ = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS)
@@ -201,10 +201,10 @@ def token_stats_kernel(
         logit_scale, softcap, STEPS, BLOCK_V,
     )  # fmt: skip
 
-    whole = V // BLOCK_V * BLOCK_V
+    full = V // BLOCK_V * BLOCK_V
     # The begin of the target's block if that is a full block: the last full block takes its turn.
-    own = tl.where(here & (target < whole), target // BLOCK_V * BLOCK_V, whole)
-    others = tl.where(own < whole, whole - BLOCK_V, whole)
+    own = tl.where(here & (target < full), target // BLOCK_V * BLOCK_V, full)
+    others = tl.where(own < full, full - BLOCK_V, full)
     rest = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
     out_of_reach = True
@@ -222,7 +222,7 @@ def token_stats_kernel(
         # A loop of at most two turns: the addresses of an `if` would take 40 registers during the
         # sweeps.
         for i in range(others, V, BLOCK_V):
-            start = tl.where(i < whole, own, i)
+            start = tl.where(i < full, own, i)
             rests, weights, peaks = _add_block(
                 rests, weights, peaks, row_ptr, exps_row_ptr, start, V, target, anchor,
                 logit_scale, softcap, to_log2,
@@ -249,10 +249,10 @@ def token_stats_kernel(
     if KEEPS_EXPS:
         tl.store(total_ptr + row, total)
         # A row without a distribution is NaN.
-        at_target = tl.where(total > 0.0, -rest, logp) * target_slope
+        d_target = tl.where(total > 0.0, -rest, logp) * target_slope
         # After its block, which another thread stored.
         tl.debug_barrier()
-        tl.store(exps_row_ptr + target, at_target.to(exps_ptr.dtype.element_ty), mask=here)
+        tl.store(exps_row_ptr + target, d_target.to(exps_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -263,14 +263,14 @@ def _store_logit_grads(
 ):  # fmt: skip
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
-    target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale = row_grads
+    target, logsumexp, d_softmax, d_target, entropy, d_entropy, scale = row_grads
     u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS)
     log_p = (u * scale - logsumexp) * log2_e()
     p = tl.exp2(log_p)
     coef = d_softmax
     if HAS_ENTROPY:
         coef = d_softmax + d_entropy * (tl.where(p == 0.0, 0.0, log_p) + entropy)
-    d_logits = tl.where(offs_v == target, at_target, -p * coef) * slope
+    d_logits = tl.where(offs_v == target, d_target, -p * coef) * slope
     tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
 
 
@@ -286,7 +286,7 @@ def _store_logit_grads(
 @per_row
 def logit_grads_kernel(
     logits_ptr, targets_ptr, temperature_ptr,
-    logsumexp_ptr, d_softmax_ptr, at_target_ptr, entropy_ptr, d_entropy_ptr,
+    logsumexp_ptr, d_softmax_ptr, d_target_ptr, entropy_ptr, d_entropy_ptr,
     out_ptr,
     V,
     stride_logits_n, stride_out_n,
@@ -304,21 +304,21 @@ def logit_grads_kernel(
     target = tl.load(targets_ptr + row)
     logsumexp = tl.load(logsumexp_ptr + row)
     d_softmax = slope * tl.load(d_softmax_ptr + row)
-    at_target = slope * tl.load(at_target_ptr + row)
+    d_target = slope * tl.load(d_target_ptr + row)
     entropy, d_entropy = 0.0, 0.0
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + row) * log2_e()
         d_entropy = tl.load(d_entropy_ptr + row) * slope * ln_2()
-    row_grads = (target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale)
-    whole = V // BLOCK_V * BLOCK_V
-    for start in range(0, whole, BLOCK_V):
+    row_grads = (target, logsumexp, d_softmax, d_target, entropy, d_entropy, scale)
+    full = V // BLOCK_V * BLOCK_V
+    for start in range(0, full, BLOCK_V):
         _store_logit_grads(
             row_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
             STEPS, HAS_ENTROPY, True, BLOCK_V,
         )  # fmt: skip
-    if whole < V:
+    if full < V:
         _store_logit_grads(
-            row_ptr, out_row_ptr, whole, V, row_grads, logit_scale, softcap,
+            row_ptr, out_row_ptr, full, V, row_grads, logit_scale, softcap,
             STEPS, HAS_ENTROPY, False, BLOCK_V,
         )  # fmt: skip
 
@@ -362,7 +362,7 @@ def transform_flags(transform: LogitTransform) -> dict[str, int]:
 def gradient_pointers(grads: RowGrads, unused: Tensor) -> tuple[Tensor, ...]:
     """Per-row pointers in the kernels' order; the entropy's only if it has a gradient."""
     entropies = (grads.entropy, grads.d_entropy) if grads.d_entropy is not None else (None, None)
-    per_row = (grads.logsumexp, grads.d_softmax, grads.at_target, *entropies)
+    per_row = (grads.logsumexp, grads.d_softmax, grads.d_target, *entropies)
     return tuple(unused if x is None else x for x in per_row)
 
 

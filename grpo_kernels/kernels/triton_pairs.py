@@ -42,7 +42,7 @@ per_row = triton.jit(
     do_not_specialize_on_alignment=[
         f"{name}_ptr"
         for name in ("targets", "temperature", "ref_temperature", "stats", "logsumexp",
-                     "at_target", "d_softmax", "entropy", "d_entropy", "d_divergence")
+                     "d_target", "d_softmax", "entropy", "d_entropy", "d_divergence")
     ],
 )  # fmt: skip
 
@@ -186,7 +186,7 @@ def pair_stats_kernel(
     anchor = _anchor_of(model, target_logit, last, STEPS, BLOCK_V)
     ref_anchor = _anchor_of(ref_model, ref_target_logit, last, REF_STEPS, BLOCK_V)
 
-    whole = V // BLOCK_V * BLOCK_V
+    full = V // BLOCK_V * BLOCK_V
     total = tl.zeros((), tl.float32)
     ref_total = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
@@ -200,12 +200,12 @@ def pair_stats_kernel(
             _no_sums(BLOCK_V), _no_sums(BLOCK_V),
             tl.full((BLOCK_V,), float("-inf"), tl.float32),
         )  # fmt: skip
-        for start in range(0, whole, BLOCK_V):
+        for start in range(0, full, BLOCK_V):
             state = _add_pair(
                 state, start, V, model, ref_model, anchor, ref_anchor,
                 STEPS, REF_STEPS, True, BLOCK_V,
             )  # fmt: skip
-        for start in range(whole, V, BLOCK_V):
+        for start in range(full, V, BLOCK_V):
             state = _add_pair(
                 state, start, V, model, ref_model, anchor, ref_anchor,
                 STEPS, REF_STEPS, False, BLOCK_V,
@@ -305,7 +305,7 @@ def divergences_kernel(
 # The gradient of the policy's raw logits, with c = d_divergence scale and the target y:
 #
 #     dL/dz_j = c p_j (h_j - mean) - p_j (d_softmax + d_entropy (log p_j + E)),   j != y
-#     dL/dz_y = c p_y (h_y - mean) + at_target
+#     dL/dz_y = c p_y (h_y - mean) + d_target
 #     dL/du_j = dL/dz_j softcap'(u_j) logit_scale / T
 #
 # Numerics: d is computed as in `divergences_kernel`, whose mean has the same rounding error.
@@ -313,7 +313,7 @@ def divergences_kernel(
 @per_row
 def pair_grads_kernel(
     logits_ptr, ref_logits_ptr, targets_ptr, temperature_ptr, ref_temperature_ptr, stats_ptr,
-    logsumexp_ptr, d_softmax_ptr, at_target_ptr, entropy_ptr, d_entropy_ptr, d_divergence_ptr,
+    logsumexp_ptr, d_softmax_ptr, d_target_ptr, entropy_ptr, d_entropy_ptr, d_divergence_ptr,
     out_ptr,
     V,
     stride_logits_n, stride_ref_n, stride_stats, stride_out_n,
@@ -337,12 +337,12 @@ def pair_grads_kernel(
     chain = model[3] * logit_scale if STEPS != 0 else model[3]
     row_stats = _row_stats(stats_ptr + row, stride_stats, model, ref_model)
     mean = tl.load(stats_ptr + row + 8 * stride_stats)
-    d_slopes = chain * tl.load(d_divergence_ptr + row) * slope_scale
-    target, d_softmax, at_target, entropy, d_entropy = -1, 0.0, 0.0, 0.0, 0.0
+    h_scale = chain * tl.load(d_divergence_ptr + row) * slope_scale
+    target, d_softmax, d_target, entropy, d_entropy = -1, 0.0, 0.0, 0.0, 0.0
     if HAS_GRADS:
         target = tl.load(targets_ptr + row)
         d_softmax = chain * tl.load(d_softmax_ptr + row)
-        at_target = chain * tl.load(at_target_ptr + row)
+        d_target = chain * tl.load(d_target_ptr + row)
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + row) * log2_e()
         d_entropy = tl.load(d_entropy_ptr + row) * chain * ln_2()
@@ -350,13 +350,13 @@ def pair_grads_kernel(
         p, q, d, log_p, softcap_slope = _softmaxes(
             start, V, model, ref_model, row_stats, STEPS, REF_STEPS, BLOCK_V
         )
-        d_logits = d_slopes * MOMENT(p, q, d, mean, beta)
+        d_logits = h_scale * MOMENT(p, q, d, mean, beta)
         offs_v = start + tl.arange(0, BLOCK_V)
         if HAS_GRADS:
             coef = d_softmax
             if HAS_ENTROPY:
                 coef = d_softmax + d_entropy * (tl.where(p == 0.0, 0.0, log_p) + entropy)
-            d_logits += tl.where(offs_v == target, at_target, -p * coef)
+            d_logits += tl.where(offs_v == target, d_target, -p * coef)
         d_logits = d_logits * softcap_slope
         tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=offs_v < V)
 

@@ -29,7 +29,7 @@ from ..base.checks import (
     check_choice,
     check_number,
     check_tensor,
-    names_are_answered,
+    suggests_names,
 )
 from ..base.sequences import widened
 from .config import KL_ESTIMATORS
@@ -39,7 +39,7 @@ SCALES = ("group", "batch", "none")
 REWARD_AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
-@names_are_answered
+@suggests_names
 def group_advantages(
     rewards: Tensor,
     groups: int | Tensor,

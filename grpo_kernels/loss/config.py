@@ -17,8 +17,8 @@ from ..base.checks import (
     check_bool,
     check_choice,
     check_number,
-    names_are_answered,
-    plain_numbers,
+    convert_numbers,
+    suggests_names,
 )
 from .losses import AGGREGATIONS, LOSS_TYPES, LOSSES, RATIO_LEVELS, Loss, OwnLoss, flat_fields
 
@@ -48,7 +48,7 @@ _EXPECTED: dict[str, str | tuple[str, ...]] = {
 }
 
 
-@names_are_answered
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class GRPOLossConfig:
     """The loss to compute, validated on construction; names and defaults follow TRL's `GRPOConfig`.
@@ -142,7 +142,7 @@ class GRPOLossConfig:
     dppo_ratio_max: float = 20.0
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        convert_numbers(self)
         for option_field in fields(self):
             _check_field(
                 option_field.name,
@@ -349,7 +349,7 @@ _SPECIFIC = {"aggregation"}.union(*map(flat_fields, LOSS_TYPES))
 def _check_loss(loss: Loss) -> None:
     loss_fields: tuple[Field[Any], ...] = fields(loss) if is_dataclass(loss) else ()
     if loss_fields:
-        plain_numbers(loss)
+        convert_numbers(loss)
     for option_field in loss_fields:
         expected = option_field.metadata.get("expected")
         if expected is not None and not isinstance(expected, tuple):

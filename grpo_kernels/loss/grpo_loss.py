@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import dtypes_of, eager_under_compile, refuse_double_backward, scaled_gradient
-from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten, names_are_answered
+from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten, suggests_names
 from ..base.layout import Layout
 from ..base.outputs import GRPOLossOutput, Metrics
 from ..kernels import Backend, PolicyLossResult, select_backend
 from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy
-from .inputs import check_entropy_given, loss_inputs
+from .inputs import check_has_entropy, loss_inputs
 from .metrics import metrics_of_call
 from .objective import (
     exact_kl,
@@ -35,7 +35,7 @@ _KERNEL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 @eager_under_compile
-@names_are_answered
+@suggests_names
 def grpo_loss(
     logps: Tensor,
     advantages: Tensor,
@@ -115,7 +115,7 @@ def grpo_loss(
         "mask them",
     )
     checks.check_without_sync()
-    check_entropy_given(config, entropy)
+    check_has_entropy(config, entropy)
     flat_entropy = None
     if entropy is not None:
         check_tensor(

@@ -86,7 +86,7 @@ def loss_inputs(
     return with_known_weights(config, tokens)
 
 
-def rows_of_loss(mask: Tensor | None, ce_weights: Tensor | None, hidden: Tensor) -> Tensor | None:
+def tokens_in_loss(mask: Tensor | None, ce_weights: Tensor | None, hidden: Tensor) -> Tensor | None:
     """The tokens of `hidden [..., H]` in the mask or with a cross-entropy weight."""
     if mask is None or ce_weights is None:
         return mask
@@ -101,7 +101,7 @@ def check_config(config: object) -> None:
         raise TypeError(f"config: expected a GRPOLossConfig; got {type(config).__name__}")
 
 
-def check_entropy_given(config: GRPOLossConfig, entropy: Tensor | None) -> None:
+def check_has_entropy(config: GRPOLossConfig, entropy: Tensor | None) -> None:
     """Raises if the loss needs an entropy and `entropy` is None."""
     if entropy is not None:
         return

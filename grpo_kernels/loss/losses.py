@@ -140,7 +140,7 @@ class Loss:
         """The loss of each token and its derivative by the log-prob; None: autograd's."""
         return None
 
-    def name_of(self, method: str) -> str:
+    def label_of(self, method: str) -> str:
         """The name of a method in errors about its result."""
         return f"loss_type: {type(self).__name__}.{method}"
 
@@ -162,7 +162,7 @@ class OwnLoss(Loss):
     def per_token(self, tokens: Tokens) -> Tensor:
         return self.function(tokens)
 
-    def name_of(self, method: str) -> str:
+    def label_of(self, method: str) -> str:
         return f"loss_type: {getattr(self.function, '__name__', type(self.function).__name__)}()"
 
 

@@ -76,7 +76,7 @@ def metrics_of_call(
     """
     # Copies, as the caller may change its tensors and the result's in place.
     new = {"logps": logps, "entropy": entropy, "d_logps": d_logps, "d_entropy": d_entropy}
-    each = constants.per_token() | {name: x for name, x in new.items() if x is not None}
+    each = constants.token_constants() | {name: x for name, x in new.items() if x is not None}
     copies: dict[str, Any] = _by_name(each, torch.stack([*each.values()]))
     values = [copies.pop(name, None) for name in new]
     unmasked = constants.unmasked
@@ -146,7 +146,7 @@ def metric_values(
 ) -> _TokenValues:
     """The values that the metrics are means and maxima of."""
     loss, values = config.loss, _TokenValues()
-    log_ratio = one_per_token(loss.name_of("log_ratio()"), loss.log_ratio(tokens), tokens)
+    log_ratio = one_per_token(loss.label_of("log_ratio()"), loss.log_ratio(tokens), tokens)
     ratio = log_ratio.exp()
     values.add("ratio_mean", ratio, largest="ratio_max")
     if tokens.kl is not None:
@@ -184,7 +184,7 @@ def metric_values(
 
 def _bounds(loss: Loss, tokens: Tokens, ratio: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The tokens that the loss cuts off below and above, checked."""
-    name, bounds = loss.name_of("clipped()"), loss.clipped(tokens, ratio)
+    name, bounds = loss.label_of("clipped()"), loss.clipped(tokens, ratio)
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
         raise TypeError(
             f"{name}: expected a pair, the tokens cut off below and above, each None or a tensor; "
@@ -199,7 +199,7 @@ def _bounds(loss: Loss, tokens: Tokens, ratio: Tensor) -> tuple[Tensor | None, T
 
 def _own_metrics(loss: Loss, tokens: Tokens, ratio: Tensor) -> dict[str, Tensor]:
     """The loss's own metrics, checked."""
-    name, own = loss.name_of("metrics()"), loss.metrics(tokens, ratio)
+    name, own = loss.label_of("metrics()"), loss.metrics(tokens, ratio)
     if not isinstance(own, dict) or not all(isinstance(key, str) and key for key in own):
         raise TypeError(
             f"{name}: expected a dict of tensors by name, a value per token each; got {own!r}"

@@ -136,7 +136,7 @@ def _loss_of_tokens(loss: Loss, tokens: Tokens) -> Tensor:
         return loss.per_token(tokens)
     if loss.why_two_passes is None:
         tokens = replace(tokens, sequences=None, is_token_local=True)
-    name = loss.name_of("per_token()")
+    name = loss.label_of("per_token()")
     x = one_per_token(name, loss.per_token(tokens), tokens)
     if torch.is_grad_enabled() and tokens.logps.requires_grad and not x.requires_grad:
         raise ValueError(

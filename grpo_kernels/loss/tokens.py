@@ -51,7 +51,7 @@ class Tokens:
     entropy: Tensor | None = None
     is_token_local: bool = False
 
-    def per_token(self) -> dict[str, Any]:
+    def token_constants(self) -> dict[str, Any]:
         """The constants with a number per token, by name."""
         names = (
             "advantages", "weights", "old_logps", "ref_logps", "sampling_logps",
@@ -61,7 +61,7 @@ class Tokens:
 
     def at(self, rows: Tensor | slice) -> Tokens:
         """The constants of `rows`, masked only with a cross-entropy, without sequences."""
-        values = {name: x[rows] for name, x in self.per_token().items()}
+        values = {name: x[rows] for name, x in self.token_constants().items()}
         unmasked = None if self.ce_weights is None else self.unmasked
         unmasked = None if unmasked is None else unmasked[rows]
         return replace(self, **values, unmasked=unmasked, sequences=None)

@@ -15,7 +15,7 @@ from .problems.answers import is_correct as answer_is_correct
 from .problems.data import Problem
 from .problems.rewards import Reward, RewardFunction, check_rewards, resolve_rewards
 from .run import checkpoint, logs, ranks
-from .run.lock import is_locked, is_taken
+from .run.lock import in_use_message, is_locked
 from .sampling.completions import check_has_logps
 
 
@@ -70,8 +70,8 @@ def checked_rewards(
     rewards, by_text = resolve_rewards(config.rewards, own), is_correct is answer_is_correct
     if any(problem.get("answer") is None for problem in held_out):
         raise ValueError("held_out: expected an answer in every problem, to compare with")
-    check_rewards(rewards, train, "train", compared=by_text and have_answers(train))
-    check_rewards(rewards, held_out, "held_out", compared=by_text)
+    check_rewards(rewards, train, "train", needs_answer=by_text and have_answers(train))
+    check_rewards(rewards, held_out, "held_out", needs_answer=by_text)
     return rewards
 
 
@@ -90,7 +90,7 @@ def check_folder(config: TrainingConfig) -> dict[str, Any] | None:
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise PermissionError(f"output: {there} is not a folder that can be written to")
     if ranks.is_first_process() and is_locked(folder):
-        raise FileExistsError(is_taken(folder))
+        raise FileExistsError(in_use_message(folder))
     begun, finished = checkpoint.latest(folder), (folder / "model").exists()
     if config.resume and begun:
         state = checkpoint.state_of(begun)

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
-from ..base.checks import names_are_answered, plain_numbers
+from ..base.checks import convert_numbers, suggests_names
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, OwnLoss
 
@@ -25,7 +25,7 @@ from ..loss.losses import LOSSES, Loss, OwnLoss
 DTYPES = {"mixed": "float32", "fp32": "float32", "bf16": "bfloat16"}
 
 
-@names_are_answered
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(GRPOLossConfig):
     """A training run and its loss, validated when made, before anything is loaded.
@@ -169,7 +169,7 @@ class TrainingConfig(GRPOLossConfig):
     """Seed of all random numbers."""
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        convert_numbers(self)
         self._take_shorthand()
         loss_options = {*GRPOLossConfig.__dataclass_fields__} - {"max_completion_length"}
         for name, hint in get_type_hints(type(self)).items():

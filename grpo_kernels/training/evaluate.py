@@ -77,19 +77,19 @@ def evaluate(
     size = max(1, config.prompts_per_step // world * config.num_generations // count)
     labels, answers, late = [reward.label for reward in rewards], [], 0
     for start in range(0, each, size):
-        asked = deepcopy(local[start : start + size])  # which observers may change
-        some = [problem for problem in asked for _ in range(count)]
-        completions = sampler(asked, count, temperature, length=length)
+        batch = deepcopy(local[start : start + size])  # which observers may change
+        some = [problem for problem in batch for _ in range(count)]
+        completions = sampler(batch, count, temperature, length=length)
         judged = judge(accelerator, rewards, is_correct, some, None, **sampler.written(completions))
         late += judged.timed_out
         totals = weighted_sum(judged.rewards, config.reward_weights).tolist()
         for i, problem in enumerate(some):
-            text, whole = judged.texts[i], judged.transcripts[i]
+            text, transcript = judged.texts[i], judged.transcripts[i]
             values = judged.rewards[i].tolist()
             answers.append({
-                "prompt": problem["prompt"], "completion": whole,
+                "prompt": problem["prompt"], "completion": transcript,
                 "answered": extract_answer(text),
-                **({} if text == whole else {"sampled": text}), "answer": problem["answer"],
+                **({} if text == transcript else {"sampled": text}), "answer": problem["answer"],
                 "correct": judged.correct[i], "ended": completions[i].ended,
                 "reward": totals[i], "rewards": dict(zip(labels, values, strict=True)),
             })  # fmt: skip
@@ -222,7 +222,7 @@ def main(
         problems = problems_to_answer(flags.run, flags.problems, config, say)
         functions = _rewards(config, rewards, say)
         by_text = is_correct is answer_is_correct
-        check_rewards(functions, problems, str(path), compared=by_text)
+        check_rewards(functions, problems, str(path), needs_answer=by_text)
         if by_text and (own := logs.read_json(flags.run / TRAINED_ON)["is_correct"]):
             say(f"The run counts answers by its own {own}, this command by the library's rule")
         accelerator = ranks.make_accelerator(config)

@@ -39,7 +39,7 @@ from .command_line import parse_config, user_errors
 from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, set_trainable
 from .sampling.vllm_rollout import kv_cache_bytes
-from .step.policy import Batch, Policy, without_values
+from .step.policy import Batch, Policy, fake_cpu_tensors
 
 GIB = 2**30
 
@@ -233,7 +233,7 @@ def _counted(policy: Policy, config: TrainingConfig, rows: int, gpu: bool) -> tu
     if config.gradient_checkpointing:
         model.gradient_checkpointing_disable()
     with without_memory():
-        state = without_values(policy)
+        state = fake_cpu_tensors(policy)
         ids, ones = (
             torch.ones(n, m, dtype=torch.int64, device="cpu") for n, m in ((prompts, P), (rows, T))
         )

@@ -39,7 +39,7 @@ from .run.lock import locked
 from .run.metrics import Clock
 from .run.observers import introduction, print_above
 from .run.run import Run
-from .run.schedule import every, place_of
+from .run.schedule import every, index_at_turn
 from .sampling.completions import Completion, vocabulary_of
 from .sampling.rollout import Rollout, Sampler
 from .step.explanations import Explanations
@@ -111,9 +111,9 @@ class Trainer:
         )
         inputs = checkpoint.inputs_of(
             self.train_problems, self.held_out, tokenizer, model,
-            whole=[] if self.reference is None else self.reference.origin,
+            frozen=[] if self.reference is None else self.reference.origin,
         )  # fmt: skip
-        changing = checkpoint.Changing(
+        changing = checkpoint.TrainedState(
             accelerator.unwrap_model(self.policy), optimizer=self.optimizer,
             reference=self.reference if config.sync_ref_every else None, scaler=accelerator.scaler,
         )  # fmt: skip
@@ -193,7 +193,7 @@ class Trainer:
         run, config, problems = self.run, self.config, self.train_problems
         turns = range((run.step - 1) * config.prompts_per_step, run.step * config.prompts_per_step)
         row, samples = self.train_step(
-            [problems[place_of(turn, len(problems), config.seed)] for turn in turns]
+            [problems[index_at_turn(turn, len(problems), config.seed)] for turn in turns]
         )
         if self.reference is not None and every(config.sync_ref_every, run.step):
             self.reference.sync(self.policy)
@@ -211,7 +211,7 @@ class Trainer:
         """Runs a rollout of these problems (of all processes) and the updates on it."""
         config, accelerator, run, sampler = self.config, self.accelerator, self.run, self.sampler
         # A seed per step: a resumed run draws the same.
-        set_seed(run.seed("step"))
+        set_seed(run.seed_of("step"))
         clock = run.clock = Clock(accelerator.device)
         self.metrics.clear()
         local = problems[accelerator.process_index :: accelerator.num_processes]
@@ -228,9 +228,9 @@ class Trainer:
         run.interruptions.check()
         minibatches = equal_parts(len(samples.texts), config.minibatches)
         with clock("score"):
-            scores = self._fitting(self.scorer.score, samples, minibatches)
+            scores = self._with_retry(self.scorer.score, samples, minibatches)
             if run.step == 1:
-                self._fitting(self.scorer.compare_roundings, samples)
+                self._with_retry(self.scorer.compare_roundings, samples)
         with clock("train"):
             sampler.weights_changed()
             updates = list[Update]()
@@ -240,7 +240,7 @@ class Trainer:
                     scores = replace(scores, old_logps=updates[0].logps)
         row = step_row(samples, labels, [x.metrics for x in updates], run)
         if accelerator.is_main_process:
-            explained = run.look_on("explain", self.explanations.of_step, row, samples, updates)
+            explained = run.call_observer("explain", self.explanations.write, row, samples, updates)
             row |= {"explained": explained} if explained else {}
         return row, samples
 
@@ -264,7 +264,7 @@ class Trainer:
         rate = config.learning_rate_at((run.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        update = self._fitting(
+        update = self._with_retry(
             add_gradients, self.scorer, samples, scores, number, rows, self.sampler.sampler_dtype
         )
         scaler = self.accelerator.scaler  # where GEMMs are in float16
@@ -287,7 +287,7 @@ class Trainer:
         self.optimizer.zero_grad()
         return grad_norm
 
-    def _fitting(self, work: Callable[..., _T], *args: Any) -> _T:
+    def _with_retry(self, work: Callable[..., _T], *args: Any) -> _T:
         """Calls `work`; a single process halves micro-batches and retries if memory runs out."""
         while True:
             try:
@@ -307,7 +307,7 @@ class Trainer:
         run = self.run
         if run.evaluated or not self.held_out:
             return False
-        set_seed(run.seed("evaluation"))
+        set_seed(run.seed_of("evaluation"))
         evaluation = evaluate(
             self.held_out, self.sampler, self.rewards, self.is_correct, self.config,
             self.accelerator,

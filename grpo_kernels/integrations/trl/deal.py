@@ -124,8 +124,8 @@ class Dealer:
 
     def check(self, trainer: Any) -> None:
         """Raises ValueError for a loss whose gradient exchanging or skipping rows changes."""
-        own, cls = options_of(trainer).loss, _class_with_own_loss(trainer)
-        loss = None if own is None else config_of(trainer, 1).loss
+        user_loss, cls = options_of(trainer).loss, _class_with_own_loss(trainer)
+        loss = None if user_loss is None else config_of(trainer, 1).loss
         name = "" if cls is None else cls.__name__
         reasons = [
             (trl_part(trainer, "_entropy_bonus_enabled"),
@@ -151,9 +151,9 @@ class Dealer:
             if wrong:
                 raise ValueError(f"{self.option} does not work with {what}")
 
-    def next_micro_batch(self, own: Any, trainer: Any, generation_batch: Any) -> dict[str, Any]:
+    def next_micro_batch(self, inner: Any, trainer: Any, generation_batch: Any) -> dict[str, Any]:
         """Returns TRL's next micro-batch; deals the micro-batches of a new generation batch."""
-        inputs: dict[str, Any] = own(generation_batch)
+        inputs: dict[str, Any] = inner(generation_batch)
         batches = trl_part(trainer, "_buffered_inputs")
         if not trainer.model.training or batches is self._dealt:
             return inputs
@@ -176,8 +176,8 @@ class Dealer:
         hands = [_dealt(process, size) for process in accelerator.gather(numbers).tolist()]
         empty = [[not any(row.trained for _, row in hand) for hand in hands_] for hands_ in hands]
         in_no_process = [all(process[i] for process in empty) for i in range(count)]
-        mine, parts = hands[accelerator.process_index], []
-        for i, hand in enumerate(mine):
+        local_hands, parts = hands[accelerator.process_index], []
+        for i, hand in enumerate(local_hands):
             rows = [k for k, (_, row) in enumerate(hand) if row.trained]
             share = max(1, len(rows)) / len(hand)
             if by_tokens:
@@ -194,13 +194,13 @@ class Dealer:
         pad_to = trainer.pad_to_multiple_of or 1
         return [
             _micro_batch(joined[i // size], hand, pad_to) | {_COMPUTED: parts[i]}
-            for i, hand in enumerate(mine)
+            for i, hand in enumerate(local_hands)
         ]
 
-    def loss(self, own: TRLLoss, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def loss(self, inner: TRLLoss, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Returns TRL's loss of a micro-batch, calling the model with some of its rows."""
         if not trainer.model.training:
-            return loss_of(own, trainer, model, inputs)
+            return loss_of(inner, trainer, model, inputs)
         self.check(trainer)  # a callback may have changed an option
         computed: ComputedRows | None = inputs.get(_COMPUTED)
         if computed is None:
@@ -219,15 +219,15 @@ class Dealer:
             old_logps = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32)
         old_logps = old_logps.float()
 
-        def own_of_all_rows(call: Any, _: dict[str, Any]) -> Tensor:
-            loss = own(_SmallerCall(call, computed, old_logps), inputs)
+        def inner_of_all_rows(call: Any, _: dict[str, Any]) -> Tensor:
+            loss = inner(_SmallerCall(call, computed, old_logps), inputs)
             # TRL's denominator lacks the tokens that are masked here.
             return loss * computed.share if computed.by_tokens else loss
 
         with _metrics_of(trainer, computed):
             if computed.empty and not (computed.needs_call or _reduces(trainer.accelerator)):
-                return own(_NoCall(old_logps), inputs)
-            return loss_of(own_of_all_rows, trainer, model, computed.of(inputs), computed.share)
+                return inner(_NoCall(old_logps), inputs)
+            return loss_of(inner_of_all_rows, trainer, model, computed.of(inputs), computed.share)
 
     def _numbers(self, batch: dict[str, Any]) -> Tensor:
         """The numbers of each completion's `_Row`, `[B, 3]`."""
@@ -264,9 +264,9 @@ def zero_equal_groups(trainer: Any, rewards: Tensor, batch: dict[str, Any]) -> d
     equal = (highest <= lowest).all(1).repeat_interleave(size)
     advantages = batch["advantages"]
     first = trainer.accelerator.process_index * len(advantages)
-    mine = equal[first : first + len(advantages)]
-    mine = mine.view(-1, *[1] * (advantages.ndim - 1))
-    return batch | {"advantages": advantages.masked_fill(mine, 0.0)}
+    local_equal = equal[first : first + len(advantages)]
+    local_equal = local_equal.view(-1, *[1] * (advantages.ndim - 1))
+    return batch | {"advantages": advantages.masked_fill(local_equal, 0.0)}
 
 
 def _class_with_own_loss(trainer: Any) -> type | None:
@@ -281,8 +281,8 @@ def _class_with_own_loss(trainer: Any) -> type | None:
 
 def _divides_by_tokens_of_micro_batch(trainer: Any) -> bool:
     """True if a token's weight in the loss depends on the other tokens of its micro-batch."""
-    own = options_of(trainer).loss
-    name = trainer.loss_type if own is None else getattr(own, "aggregation", Loss.aggregation)
+    loss = options_of(trainer).loss
+    name = trainer.loss_type if loss is None else getattr(loss, "aggregation", Loss.aggregation)
     return bool(name == "bnpo")
 
 

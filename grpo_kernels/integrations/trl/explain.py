@@ -57,8 +57,8 @@ class ExplainCallback(TrainerCallback):
         self, trainer: Any, *, folder: str | None = None, every: int = 0, factor: float = 5.0,
         most: int = 5,
     ) -> None:  # fmt: skip
-        own = state_of(trainer)
-        if own is None:
+        state = state_of(trainer)
+        if state is None:
             raise ValueError(
                 "trainer: expected a FusedGRPOTrainer, or one constructed under patch_trl; got "
                 f"{type(trainer).__name__}"
@@ -68,7 +68,7 @@ class ExplainCallback(TrainerCallback):
         )
         self.trainer, self.parts = trainer, list[tuple[Callable[[], Explanation], Any]]()
         self.groups: dict[str, int] = {}  # by the prompt
-        own.explainer = self
+        state.explainer = self
 
     def add(
         self, inputs: dict[str, Any], out: Any, loss: torch.Tensor, objective: Objective, scale: Any

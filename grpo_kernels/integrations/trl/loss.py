@@ -57,7 +57,7 @@ def check_own(trainer: Any) -> None:
         )
 
 
-def own_of(trainer: Any) -> OwnLossType | None:
+def user_loss_of(trainer: Any) -> OwnLossType | None:
     """The user's own loss, if any."""
     return options_of(trainer).loss
 
@@ -80,10 +80,10 @@ def corrects_sampler(trainer: Any) -> bool:
 
 def divides_by_tokens(trainer: Any) -> bool:
     """True if the denominator is the number of tokens of the whole optimizer step."""
-    own = own_of(trainer)
-    if own is None:
+    user_loss = user_loss_of(trainer)
+    if user_loss is None:
         return trainer.loss_type in _STEP_WIDE
-    return getattr(own, "aggregation", Loss.aggregation) == "dapo"
+    return getattr(user_loss, "aggregation", Loss.aggregation) == "dapo"
 
 
 def value_of(trainer: Any, option: str) -> Any:
@@ -97,19 +97,19 @@ def value_of(trainer: Any, option: str) -> Any:
 
 def config_of(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
     """Translates TRL's options; multiplies the entropy coefficient by `entropy_scale`."""
-    args, own = trainer.args, own_of(trainer)
+    args, user_loss = trainer.args, user_loss_of(trainer)
     options: dict[str, Any] = {
-        "loss_type": trainer.loss_type if own is None else own,
+        "loss_type": trainer.loss_type if user_loss is None else user_loss,
         "beta": trainer.beta,
         "use_bias_correction_kl": args.use_bias_correction_kl,
         "kl_estimator": "exact" if options_of(trainer).exact_kl else "k3",
     }
     aggregation = trainer.loss_type
-    if own is None:
+    if user_loss is None:
         used = flat_fields(trainer.loss_type).keys() & OF_TRLS_LOSS.keys()
         options |= {name: value_of(trainer, name) for name in used}
     else:
-        aggregation = getattr(own, "aggregation", Loss.aggregation)
+        aggregation = getattr(user_loss, "aggregation", Loss.aggregation)
     if aggregation == "dr_grpo":
         options["max_completion_length"] = trainer.max_completion_length
     if trl_part(trainer, "_entropy_bonus_enabled"):

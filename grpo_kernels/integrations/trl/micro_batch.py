@@ -82,7 +82,7 @@ def plain_call(model: Any, rows: Sequence[Support] | None, length: int) -> Model
 
 
 def loss_of(
-    own: TRLLoss, trainer: Any, model: Any, inputs: dict[str, Any], share: float = 1.0
+    inner: TRLLoss, trainer: Any, model: Any, inputs: dict[str, Any], share: float = 1.0
 ) -> Tensor:
     """Returns TRL's loss of the rows in `inputs`, or the user's own; TRL's code logs its metrics.
 
@@ -96,9 +96,9 @@ def loss_of(
     if not (fused and (replaces or (torch.is_grad_enabled() and is_token_local(trainer)))):
         call = plain_call(model, inputs[KEY] if state.replay else None, length)
         if state.explainer is None:
-            return own(call, inputs)
+            return inner(call, inputs)
         objective, scale = objective_of(trainer, inputs, None, share)
-        trl_loss = own(call, inputs)
+        trl_loss = inner(call, inputs)
         state.explainer.add(inputs, call.objective.output, trl_loss, objective, scale)
         return trl_loss
     support = batch_support(inputs[KEY], length) if state.replay else None
@@ -107,7 +107,7 @@ def loss_of(
     call = ModelCall(model, objective, length, True)
     if options.exact_kl:
         call.trainer = trainer
-    trl_loss = own(call, inputs)
+    trl_loss = inner(call, inputs)
     out = objective.output
     assert out is not None and out.loss is not None
     our_loss, trl_policy_loss = out.loss * scale, trl_loss.detach()

@@ -44,25 +44,25 @@ class SupportReplay:
         # One per completion of the batch that is being generated and scored; else None.
         self._rows: list[Support] | None = None
 
-    def generate(self, own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inner: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of TRL's `_generate_single_turn`, and stores the supports."""
         if trainer.use_vllm:
             engine = trainer.vllm_generation
             with _noting_outputs(engine.llm) as outputs:
-                completion_ids, logps = own(*args, **kwargs)
+                completion_ids, logps = inner(*args, **kwargs)
             self._rows = _mask_supports(outputs, completion_ids, _rank_of_group(engine))
             return completion_ids, logps
         recorder = SupportRecorder(**self._options)
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         with _recording(model, recorder):
-            completion_ids, logps = own(*args, **kwargs)
+            completion_ids, logps = inner(*args, **kwargs)
         self._rows = recorder.supports([len(ids) for ids in completion_ids])
         return completion_ids, logps
 
-    def score(self, own: Callable[..., Any], inputs: Any) -> dict[str, Any]:
+    def score(self, inner: Callable[..., Any], inputs: Any) -> dict[str, Any]:
         """Returns TRL's generation batch with the supports of its completions in it."""
         try:
-            return own(inputs) | {KEY: self.scored_rows()}
+            return inner(inputs) | {KEY: self.scored_rows()}
         finally:
             self._rows = None
 
@@ -80,12 +80,12 @@ class SupportReplay:
 @contextmanager
 def _recording(model: Any, recorder: SupportRecorder) -> Iterator[None]:
     """Makes the recorder truncate instead of `model.generate`, within a block."""
-    own, in_instance = model.generate, "generate" in vars(model)
+    inner, in_instance = model.generate, "generate" in vars(model)
 
     def generate(*args: Any, generation_config: Any, **kwargs: Any) -> Any:
         config = copy.deepcopy(generation_config)
         config.update(**recorder.generate_options())
-        return own(*args, generation_config=config, logits_processor=[recorder], **kwargs)
+        return inner(*args, generation_config=config, logits_processor=[recorder], **kwargs)
 
     model.generate = generate
     try:
@@ -93,7 +93,7 @@ def _recording(model: Any, recorder: SupportRecorder) -> Iterator[None]:
     finally:
         del model.generate
         if in_instance:
-            model.generate = own
+            model.generate = inner
 
 
 def masks_of_vllm() -> list[Replacement]:
@@ -101,8 +101,8 @@ def masks_of_vllm() -> list[Replacement]:
     # Not every version of TRL has it.
     from trl.generation import vllm_generation
 
-    own = getattr(vllm_generation, "LLM", None)
-    if own is None:  # vLLM is not installed
+    engine_class = getattr(vllm_generation, "LLM", None)
+    if engine_class is None:  # vLLM is not installed
         return []
 
     def engine(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ def masks_of_vllm() -> list[Replacement]:
                 f"vllm {installed} does not work with replay_support=True, as it returns no "
                 f"sampling mask: install vllm {'.'.join(map(str, _VLLM))} or newer"
             )
-        return own(*args, return_sampling_mask=True, **kwargs)
+        return engine_class(*args, return_sampling_mask=True, **kwargs)
 
     return [(vllm_generation, "LLM", engine)]
 
@@ -123,11 +123,11 @@ def masks_of_vllm() -> list[Replacement]:
 @contextmanager
 def _noting_outputs(llm: Any) -> Iterator[list[Any]]:
     """Collects the outputs of vLLM's requests within a block."""
-    own = llm.generate
+    inner = llm.generate
     outputs: list[Any] = []
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        requests = own(*args, **kwargs)
+        requests = inner(*args, **kwargs)
         outputs.extend(output for request in requests for output in request.outputs)
         return requests
 
@@ -151,8 +151,8 @@ def _mask_supports(
     """Returns the supports that vLLM reports for the completions of this rank."""
     supports = []
     first = rank * len(completion_ids)
-    own = outputs[first : first + len(completion_ids)]
-    for output, ids in zip(own, completion_ids, strict=True):
+    local = outputs[first : first + len(completion_ids)]
+    for output, ids in zip(local, completion_ids, strict=True):
         kept_sets = output.sampling_mask.token_ids
         if len(kept_sets) != len(ids):
             raise ValueError(

@@ -66,10 +66,10 @@ class State:
     def refuse_options(self, where: str, more: tuple[str, ...] = ()) -> None:
         """Raises ValueError if options of the loss, or `more`, are set, which have no effect."""
         names = (*more, "loss", "exact_kl", "skip_untrained", "sort_by_length")
-        asked = [name for name in names if getattr(self.options, name) not in (None, False)]
-        asked += ["ExplainCallback"] if self.explainer is not None else []
-        if asked:
-            raise ValueError(f"{', '.join(asked)}: no effect {where}")
+        active = [name for name in names if getattr(self.options, name) not in (None, False)]
+        active += ["ExplainCallback"] if self.explainer is not None else []
+        if active:
+            raise ValueError(f"{', '.join(active)}: no effect {where}")
 
 
 def state_of(trainer: Any) -> State | None:

@@ -26,7 +26,7 @@ from .replay import SupportReplay, masks_of_vllm
 from .state import Options, OwnLossType, State, set_state, state_of
 
 # TRL's method, which a wrapper calls.
-_Own = Callable[..., Any]
+_Inner = Callable[..., Any]
 
 
 class FusedGRPOTrainer(GRPOTrainer):
@@ -132,12 +132,12 @@ class patch_trl(Patch):
             self.add_callback(_PatchLasts(self))
 
         def wrapped(name: str) -> Callable[..., Any]:
-            own = getattr(GRPOTrainer, name)
+            inner = getattr(GRPOTrainer, name)
 
             def method(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if isinstance(self, FusedGRPOTrainer):  # made before the patch
-                    return own(self, *args, **kwargs)
-                return _WRAPPERS[name](partial(own, self), self, *args, **kwargs)
+                    return inner(self, *args, **kwargs)
+                return _WRAPPERS[name](partial(inner, self), self, *args, **kwargs)
 
             return method
 
@@ -239,44 +239,44 @@ def _prepare(trainer: Any, options: Options) -> None:
         state.replay = SupportReplay(trainer)
 
 
-def _training_step(own: _Own, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+def _training_step(inner: _Inner, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     state = state_of(trainer)
     if state is None:
-        return own(*args, **kwargs)
+        return inner(*args, **kwargs)
     state.took_part = False
-    loss = own(*args, **kwargs)
+    loss = inner(*args, **kwargs)
     state.check_took_part(trainer)
     return loss
 
 
-def _prepare_inputs(own: _Own, trainer: Any, generation_batch: Any) -> Any:
+def _prepare_inputs(inner: _Inner, trainer: Any, generation_batch: Any) -> Any:
     state = state_of(trainer)
     if state is None or state.dealer is None:
-        return own(generation_batch)
-    return state.dealer.next_micro_batch(own, trainer, generation_batch)
+        return inner(generation_batch)
+    return state.dealer.next_micro_batch(inner, trainer, generation_batch)
 
 
-def _generate(own: _Own, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate(inner: _Inner, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     state = state_of(trainer)
     if state is None or state.replay is None:
-        return own(*args, **kwargs)
-    return state.replay.generate(own, trainer, *args, **kwargs)
+        return inner(*args, **kwargs)
+    return state.replay.generate(inner, trainer, *args, **kwargs)
 
 
-def _rewards(own: _Own, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+def _rewards(inner: _Inner, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Stores TRL's rewards of all processes until the advantages are known."""
-    rewards, state = own(*args, **kwargs), state_of(trainer)
+    rewards, state = inner(*args, **kwargs), state_of(trainer)
     if state is not None:
         state.rewards = rewards
     return rewards
 
 
-def _score(own: _Own, trainer: Any, inputs: Any) -> Any:
+def _score(inner: _Inner, trainer: Any, inputs: Any) -> Any:
     state = state_of(trainer)
     if state is None:
-        return own(inputs)
+        return inner(inputs)
     state.rewards = None
-    batch = own(inputs) if state.replay is None else state.replay.score(own, inputs)
+    batch = inner(inputs) if state.replay is None else state.replay.score(inner, inputs)
     if state.rewards is None or not (state.options.zero_equal_groups and _by_trl(trainer)):
         return batch
     return zero_equal_groups(trainer, state.rewards, batch)
@@ -294,7 +294,7 @@ def _by_trl(trainer: Any) -> bool:
 
 
 def _logps(
-    own: _Own, trainer: Any, model: Any, input_ids: Tensor, attention_mask: Tensor,
+    inner: _Inner, trainer: Any, model: Any, input_ids: Tensor, attention_mask: Tensor,
     logits_to_keep: int, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Calls TRL's method with a stand-in for the model, unless `_compute_loss` passed one."""
@@ -302,17 +302,17 @@ def _logps(
         state = state_of(trainer)
         rows = state.replay.scored_rows() if state is not None and state.replay else None
         model = plain_call(model, rows, logits_to_keep)
-    return own(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+    return inner(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
 
-def _compute_loss(own: _Own, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+def _compute_loss(inner: _Inner, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
     state = state_of(trainer)
     if state is None:
-        return own(model, inputs)
+        return inner(model, inputs)
     state.took_part = True
     if state.dealer is not None:
-        return state.dealer.loss(own, trainer, model, inputs)
-    return loss_of(own, trainer, model, inputs)
+        return state.dealer.loss(inner, trainer, model, inputs)
+    return loss_of(inner, trainer, model, inputs)
 
 
 _WRAPPERS: dict[str, Callable[..., Any]] = {

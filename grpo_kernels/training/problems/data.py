@@ -53,11 +53,11 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
             )
         test = next((x for x in _HELD_OUT if x in splits), None)
         # Without a test split any row may be held out, and needs an answer.
-        compared = test is None and config.eval_size > 0
+        needs_answer = test is None and config.eval_size > 0
         most = None
         if split and config.train_size:  # `_split` holds out a fifth at most
             most = max(config.train_size + config.eval_size, 5 * config.eval_size)
-        train = _problems(islice(splits[split], most), config, compared)
+        train = _problems(islice(splits[split], most), config, needs_answer)
         if test is None:
             train, held_out = _split(train, config.eval_size)
         else:
@@ -106,15 +106,15 @@ def not_held_out(
 
 def prompt_key(problem: Problem) -> str:
     """A text equal for prompts that differ only in white space and the order of keys."""
-    return json.dumps(_squeezed(problem.get("prompt")), sort_keys=True, default=repr)
+    return json.dumps(_normalized(problem.get("prompt")), sort_keys=True, default=repr)
 
 
-def _squeezed(prompt: Any) -> Any:
+def _normalized(prompt: Any) -> Any:
     if isinstance(prompt, str):
         return " ".join(prompt.split())
     if isinstance(prompt, Mapping):
-        return {key: _squeezed(value) for key, value in prompt.items()}
-    return [_squeezed(part) for part in prompt] if isinstance(prompt, list | tuple) else prompt
+        return {key: _normalized(value) for key, value in prompt.items()}
+    return [_normalized(part) for part in prompt] if isinstance(prompt, list | tuple) else prompt
 
 
 def text_of(column: str, value: Any) -> str:
@@ -231,7 +231,7 @@ def _splits(config: TrainingConfig) -> Mapping[str, Rows]:
     return {split: numbered(loaded[split], f"split {split} of {name}") for split in loaded}
 
 
-def _problems(rows: Rows, config: TrainingConfig, compared: bool) -> list[Problem]:
+def _problems(rows: Rows, config: TrainingConfig, needs_answer: bool) -> list[Problem]:
     """The problems of rows, after a check."""
     problems = []
     for where, row in rows:
@@ -239,19 +239,19 @@ def _problems(rows: Rows, config: TrainingConfig, compared: bool) -> list[Proble
             problem = problem_of(row, config)
         except ValueError as error:
             raise ValueError(f"{error} ({where})") from error
-        _check(problem, where, config, compared)
+        _check(problem, where, config, needs_answer)
         problems.append(problem)
     return problems
 
 
-def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool) -> None:
+def _check(problem: Problem, where: str, config: TrainingConfig, needs_answer: bool) -> None:
     """Refuses a problem without a prompt, the system prompt, or a needed answer."""
     if not isinstance(problem, Mapping):
         raise ValueError(f"dataset: expected a dict; got {problem!r:.80} in {where}")
     columns = sorted(key for key, value in problem.items() if value is not None)
     judged = "answer" in config.rewards and applies("answer", problem)
-    if "prompt" not in columns or ("answer" not in columns and (compared or judged)):
-        why = ["the reward answer"] * judged + ["evaluation"] * compared
+    if "prompt" not in columns or ("answer" not in columns and (needs_answer or judged)):
+        why = ["the reward answer"] * judged + ["evaluation"] * needs_answer
         answer = f", and a column answer for {' and '.join(why)}" if why else ""
         # For a function's problems no prompt is built from a question.
         prompt = "prompt" if "question" in columns else "question (or prompt)"

@@ -116,7 +116,7 @@ def resolve_rewards(
 
 def check_rewards(
     rewards: Sequence[RewardFunction], problems: Sequence[Mapping[str, Any]], where: str, *,
-    compared: bool = False,
+    needs_answer: bool = False,
 ) -> None:  # fmt: skip
     """Checks that every problem has a reward function, and every function its columns.
 
@@ -138,7 +138,7 @@ def check_rewards(
                 f"run has {', '.join(reward.name for reward in rewards)}: name some of these in "
                 "it, or rename the column if it means something else"
             )
-        if compared or any(x.function is answer and applies(x.name, problem) for x in rewards):
+        if needs_answer or any(x.function is answer and applies(x.name, problem) for x in rewards):
             try:
                 text_of("answer", problem.get("answer"))
             except ValueError as error:

@@ -39,7 +39,7 @@ _STATE = {
 _SAMPLED = 4096
 
 
-class Changing:
+class TrainedState:
     """Everything that training changes: the trained weights, and parts with a state.
 
     Args:
@@ -163,7 +163,7 @@ def _by_step(folder: Path) -> dict[int, Path]:
 
 def inputs_of(
     train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]], tokenizer: Any,
-    model: nn.Module, whole: Sequence[nn.Module] = (),
+    model: nn.Module, frozen: Sequence[nn.Module] = (),
 ) -> dict[str, str]:  # fmt: skip
     """Makes digests, by name, of a run's inputs besides its options.
 
@@ -172,7 +172,7 @@ def inputs_of(
         held_out: problems of the evaluations.
         tokenizer: the policy's; it tokenizes all prompts.
         model: the policy's; no checkpoint has its frozen weights.
-        whole: other models, no weight of which is in a checkpoint. Some numbers of each weight are
+        frozen: other models, no weight of which is in a checkpoint. Some numbers of each weight are
             read.
     """
     problems = [*train, *held_out]
@@ -181,10 +181,10 @@ def inputs_of(
     template = str(getattr(tokenizer, "chat_template", None))
     trained = [name for name, x in model.named_parameters() if x.requires_grad]
     weights = (
-        f"{name} {x.dtype} {list(x.shape)} {_some_numbers(x.data)}"
-        for one in dict.fromkeys((model, *whole))
+        f"{name} {x.dtype} {list(x.shape)} {_sampled_bytes(x.data)}"
+        for one in dict.fromkeys((model, *frozen))
         for name, x in one.state_dict(keep_vars=True).items()
-        if isinstance(x, Tensor) and (one in whole or not x.requires_grad)
+        if isinstance(x, Tensor) and (one in frozen or not x.requires_grad)
     )
     return {
         "problems": f"{len(train)} + {len(held_out)}, {_digest(map(_as_text, problems))}",
@@ -212,7 +212,7 @@ def _plain(value: Any) -> Any:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address, which changes
 
 
-def _some_numbers(x: Tensor) -> str:
+def _sampled_bytes(x: Tensor) -> str:
     """The bytes of some elements of a weight, as hex; "" for a sharded or quantized weight."""
     if type(x) is not Tensor or x.is_meta:
         return ""

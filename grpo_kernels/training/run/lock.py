@@ -33,7 +33,7 @@ def locked(accelerator: Accelerator, folder: Path, warn: Callable[[str], None]) 
             except _NO_LOCKS as error:
                 warn(f"{folder} cannot be locked ({error}): train one run in it alone")
         if ranks.reduce(accelerator, taken, any):
-            raise RuntimeError(is_taken(folder))
+            raise RuntimeError(in_use_message(folder))
         yield
 
 
@@ -51,7 +51,7 @@ def is_locked(folder: Path) -> bool:
         return False
 
 
-def is_taken(folder: Path) -> str:
+def in_use_message(folder: Path) -> str:
     """The error message of a folder in which another run trains."""
     return f"output: another process trains in {folder}: pass another output"
 

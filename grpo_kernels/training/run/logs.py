@@ -77,9 +77,9 @@ def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:
         if path.exists():
             write_rows(path, [row for row in read_rows(path) if row["step"] <= step])
     # The answers of an evaluation are written before its row.
-    answers, whole = folder / "answers.jsonl", {x["step"] for x in read_rows(folder / NAMES[2])}
+    answers, complete = folder / "answers.jsonl", {x["step"] for x in read_rows(folder / NAMES[2])}
     if answers.exists():
-        write_rows(answers, [row for row in read_rows(answers) if row["step"] in whole])
+        write_rows(answers, [row for row in read_rows(answers) if row["step"] in complete])
     for path in (folder / "explanations").glob("step-*"):
         number = path.stem.removeprefix("step-")
         if number.isdigit() and int(number) > step:

@@ -106,12 +106,12 @@ class Metrics:
         parts = ranks.reduce(accelerator, [local], lambda lists: [one for (one,) in lists])
         row = dict[str, float]()
         for name in dict.fromkeys(name for part in parts for name in part):
-            found = [part[name] for part in parts if name in part and part[name][1]]
-            total = sum(count for _, count in found)
-            if self._merge_of(name) == "mean" and found:
-                row[name] = sum(mean * count for mean, count in found) / total
+            reported = [part[name] for part in parts if name in part and part[name][1]]
+            total = sum(count for _, count in reported)
+            if self._merge_of(name) == "mean" and reported:
+                row[name] = sum(mean * count for mean, count in reported) / total
             else:
-                row[name] = self._merged(name, [x for x, _ in found])
+                row[name] = self._merged(name, [x for x, _ in reported])
         return row
 
     def merge_updates(self, updates: Iterable[Mapping[str, float]]) -> dict[str, float]:

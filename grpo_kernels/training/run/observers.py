@@ -32,7 +32,7 @@ _LINE = {
 }  # fmt: skip
 
 
-class Ended(Protocol):
+class HasEnded(Protocol):
     """A completion that was cut or not."""
 
     @property
@@ -47,7 +47,7 @@ class Samples(Protocol):
     @property
     def prompt_of(self) -> Sequence[int]: ...
     @property
-    def completions(self) -> Sequence[Ended]: ...
+    def completions(self) -> Sequence[HasEnded]: ...
     @property
     def transcripts(self) -> Sequence[str]: ...
     @property

@@ -32,7 +32,7 @@ MOST_BAD = 10
 _T = TypeVar("_T")
 
 
-class _LookedOn(Exception):
+class _ObserverError(Exception):
     """Error of an observer."""
 
 
@@ -51,7 +51,7 @@ class Run:
 
     def __init__(
         self, config: TrainingConfig, accelerator: Accelerator, inputs: Mapping[str, str],
-        changing: checkpoint.Changing,
+        changing: checkpoint.TrainedState,
     ) -> None:  # fmt: skip
         self.config, self.accelerator = config, accelerator
         self.inputs, self.changing = inputs, changing
@@ -65,7 +65,7 @@ class Run:
         self.step = 0  # the current step, or the last
         self.trained = 0  # the last step whose updates were all made
         self.saved = 0  # the last step with a checkpoint
-        self.within_step = False  # whether weights have moved since the step that is trained
+        self.updates_begun = False  # whether weights have moved since the step that is trained
         self.evaluated = True  # False where an evaluation of the step is due
         self.best: dict[str, Any] = {}  # step and accuracy of the best evaluation of the training
         self.bad_updates = 0  # the number of last updates in a row without a finite gradient
@@ -76,7 +76,7 @@ class Run:
             own = ranks.reduce(accelerator, inputs, itemgetter(0))
             checkpoint.check_inputs(checkpoint.state_of(path), own)
 
-    def seed(self, what: str) -> int:
+    def seed_of(self, what: str) -> int:
         """The seed of draws for `what`, different in every step and process."""
         text = f"{self.config.seed}-{self.step}-{self.accelerator.process_index}-{what}"
         return random.Random(text).getrandbits(31)
@@ -93,7 +93,7 @@ class Run:
     def write_step(self, row: dict[str, Any], samples: Samples) -> None:
         """Writes a step's row, with its warnings; then observers see it."""
         if self.accelerator.is_main_process:
-            if warnings := self.look_on("warnings", self.watch.after_step, row):
+            if warnings := self.call_observer("warnings", self.watch.after_step, row):
                 row["warnings"] = warnings
             self.write("metrics.jsonl", [row])
         self.notify("step", row, samples)
@@ -128,21 +128,21 @@ class Run:
             self.write(name, [])
 
     def notify(self, event: str, *news: Any) -> None:
-        """Calls this method of every `Observer`; see `look_on`."""
+        """Calls this method of every `Observer`; see `call_observer`."""
         for observer in self.observers:
             # Copies, as an observer may change a row.
             copies = [deepcopy(x) if isinstance(x, dict) else x for x in news]
-            self.look_on(type(observer).__name__, getattr(observer, event), *copies)
+            self.call_observer(type(observer).__name__, getattr(observer, event), *copies)
 
-    def look_on(self, name: str, look: Callable[..., _T], *news: Any) -> _T | None:
+    def call_observer(self, name: str, look: Callable[..., _T], *news: Any) -> _T | None:
         """Calls an observer; returns its result, or None if it failed.
 
         Its errors never end a run; the first is printed.
         """
         try:
             with self._page_time():
-                return user_code.call(name, partial(look, *news), _LookedOn)
-        except _LookedOn as error:
+                return user_code.call(name, partial(look, *news), _ObserverError)
+        except _ObserverError as error:
             if name not in self.failed:
                 self.failed.add(name)
                 cause = error.__cause__
@@ -203,7 +203,7 @@ class Run:
             BadUpdates: too many in a row had no finite gradient.
         """
         if math.isfinite(grad_norm):
-            self.within_step, self.bad_updates = True, 0
+            self.updates_begun, self.bad_updates = True, 0
             return True
         self.bad_updates += scale <= 1
         if self.bad_updates >= MOST_BAD:
@@ -212,7 +212,7 @@ class Run:
 
     def end_updates(self) -> None:
         """Notes that the step's updates were all made."""
-        self.trained, self.within_step = self.step, False
+        self.trained, self.updates_begun = self.step, False
         self.evaluated = not self.evaluates(self.step)
 
     def keep_first_gap(self, gap: float) -> float:
@@ -241,7 +241,7 @@ class Run:
             known = self.step if path is not None or self.step else -1  # a run may go on in place
             logs.open_folder(config.folder, config.as_json(), known)
             for row in read_rows(config.folder / "metrics.jsonl"):  # of a run that goes on
-                self.look_on("warnings", self.watch.after_step, row)
+                self.call_observer("warnings", self.watch.after_step, row)
         self._see_evaluations()
         return path
 
@@ -300,14 +300,14 @@ class Run:
         """Deletes all checkpoints except the best and the last two."""
         if self.accelerator.is_main_process:
             best = self.best.get("step", self.step)
-            self.look_on("pruning", checkpoint.prune, self.config.folder, best)
+            self.call_observer("pruning", checkpoint.prune, self.config.folder, best)
 
     def stop(self, error: BaseException) -> None:
         """Saves the weights of the step before a failed step, unless they have changed since."""
         self.step = self.trained
         if self.accelerator.num_processes > 1 and not isinstance(error, (StepError, Preempted)):
             return  # the other processes wait in another collective
-        if self.saved < self.step and not self.within_step:
+        if self.saved < self.step and not self.updates_begun:
             self.save()
         then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
         self.write_waiting()
@@ -325,7 +325,7 @@ class Run:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = self.trained = self.saved = state["step"]
-        self.first_gap, self.within_step = state["first_gap"], False
+        self.first_gap, self.updates_begun = state["first_gap"], False
         # The run's reduced size, unless the option has changed.
         if state["config"]["micro_batch_size"] == self.config.micro_batch_size:
             self.micro_batch_size = state["micro_batch_size"]

@@ -11,7 +11,7 @@ def every(count: int, step: int) -> bool:
     return count > 0 and step % count == 0
 
 
-def place_of(turn: int, count: int, seed: int) -> int:
+def index_at_turn(turn: int, count: int, seed: int) -> int:
     """The index below `count` at a turn: each epoch has all indices, newly shuffled."""
     epoch, place = divmod(turn, count)
     return _shuffled(count, f"{seed}-{epoch}")[place]

@@ -81,7 +81,7 @@ class VLLMRollout:
             try:
                 return LLM(**options, seed=0)
             except (ValueError, TypeError, RuntimeError) as error:
-                raise RolloutError(_explain(error, config)) from error
+                raise RolloutError(_start_advice(error, config)) from error
 
     @property
     def sampler_dtype(self) -> str | None:
@@ -232,7 +232,7 @@ def kv_cache_bytes(text_config: Any, tokens: int, width: int) -> int:
     return 2 * c.num_hidden_layers * heads * size * tokens * width
 
 
-def _explain(error: Exception, config: TrainingConfig) -> str:
+def _start_advice(error: Exception, config: TrainingConfig) -> str:
     """Returns what to do if vLLM does not start."""
     text = f"vLLM does not start: {error}"
     if config.records_support and "sampling" in str(error):

@@ -33,9 +33,9 @@ class Explanations:
         run = self.scorer.run
         if run.accelerator.is_main_process:
             rows = read_rows(run.config.folder / "metrics.jsonl")
-            run.look_on("explain", self.steps.open, rows)
+            run.call_observer("explain", self.steps.open, rows)
 
-    def of_step(
+    def write(
         self, row: Mapping[str, Any], samples: Samples, updates: Sequence[Update]
     ) -> dict[str, Any] | None:
         """Writes the page of a step's largest update if it is due; prints its place.
@@ -66,12 +66,12 @@ class Explanations:
         # Only the main process comes here; scoring needs all processes.
         after = scorer.logps(samples) if world == 1 else None
 
-        def of_batch(x: Tensor | None) -> Tensor | None:
+        def selected(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[where, :T]
 
         out = GRPOLossOutput(
             loss=torch.tensor(update.loss, dtype=torch.float32, device="cpu"), metrics={},
-            logps=update.logps[where, :T], entropy=of_batch(update.entropy), kl=of_batch(update.kl),
+            logps=update.logps[where, :T], entropy=selected(update.entropy), kl=selected(update.kl),
         )  # fmt: skip
         prompts = [samples.prompts[samples.prompt_of[i]] for i in rows]
         explanation = explain(
@@ -81,7 +81,7 @@ class Explanations:
             rewards=samples.rewards_total[rows],
             truncated=[not samples.completions[i].ended for i in rows],
             prompts=[self.tokenizer.decode(ids) for ids in prompts],
-            next_logps=of_batch(after), tokenizer=self.tokenizer,
+            next_logps=selected(after), tokenizer=self.tokenizer,
         )  # fmt: skip
         record = self.steps.write(run.step, why, explanation)
         (run.warn if record["spike"] else run.print_main)(self.steps.message(run.step, record))

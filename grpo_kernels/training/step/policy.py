@@ -21,7 +21,7 @@ from ...fused_grpo_loss import fused_grpo_loss
 from ...head.linear_logprobs import linear_logprobs
 from ...head.lm_head import LMHead, Reference, Support
 from ...integrations.hf_head import base_model, body_of, evaluating, head_of
-from ...integrations.private import keeps_a_state, without_memory
+from ...integrations.private import is_recurrent, without_memory
 from ..config import TrainingConfig
 from ..run.metrics import Clock
 from ..sampling.completions import end_tokens, pad
@@ -179,7 +179,7 @@ class Policy(nn.Module):
         if not self.shares_prompts:
             ids = torch.cat([batch.prompts[batch.prompt_of], batch.completions], 1)[:, :-1]
             states = self._body(
-                input_ids=ids, attention_mask=attention, position_ids=positions(attention),
+                input_ids=ids, attention_mask=attention, position_ids=position_ids_of(attention),
                 use_cache=False,
             )  # fmt: skip
             return states.last_hidden_state[:, -T:]
@@ -189,7 +189,7 @@ class Policy(nn.Module):
         cache.keys_and_values.batch_select_indices(batch.prompt_of)
         states = self._body(
             input_ids=batch.completions[:, :-1], attention_mask=attention,
-            position_ids=positions(attention)[:, 1 - T :], use_cache=True,
+            position_ids=position_ids_of(attention)[:, 1 - T :], use_cache=True,
             **{cache.name: cache.keys_and_values},
         )  # fmt: skip
         cache.check_has(attention.shape[1], self._body)
@@ -202,7 +202,7 @@ class Policy(nn.Module):
 
     def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Cached]:
         out = self._body(
-            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True
+            input_ids=ids, attention_mask=mask, position_ids=position_ids_of(mask), use_cache=True
         )
         cache = Cached.from_output(out)
         if cache is None:
@@ -267,7 +267,7 @@ def misses_parameters(model: nn.Module, ids: Tensor) -> bool:
     return any(p.requires_grad and id(p) not in reached for p in model.parameters())
 
 
-def positions(mask: Tensor) -> Tensor:
+def position_ids_of(mask: Tensor) -> Tensor:
     """Returns position ids, which padding on the left does not advance."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
@@ -279,7 +279,7 @@ def why_not_shared(model: Any) -> str | None:
     model = base_model(model)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "gradient checkpointing keeps no cache"
-    if keeps_a_state(model):
+    if is_recurrent(model):
         return f"{type(model).__name__} keeps a recurrent state"
     cache = _cache_of_a_token(model)
     if cache is None:
@@ -295,13 +295,13 @@ def _cache_of_a_token(model: Any) -> Cached | None:
     body, device = body_of(model), model.get_input_embeddings().weight.device
     forecast = device.type == "meta"
     with evaluating(model), without_memory() if forecast else nullcontext():
-        state = without_values(body) if forecast else {}
+        state = fake_cpu_tensors(body) if forecast else {}
         ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if forecast else device)
         inputs = {"input_ids": ids, "use_cache": True}
         return Cached.from_output(torch.func.functional_call(body, state, (), inputs))
 
 
-def without_values(module: nn.Module) -> dict[str, Tensor]:
+def fake_cpu_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Makes CPU tensors for a module on the meta device, in a block `without_memory`."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {

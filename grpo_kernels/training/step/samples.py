@@ -72,7 +72,7 @@ class Samples:
             return None
         sets = (c.support for c in self.completions)
         flags = [None if x is None else (x.offsets.diff() > 0).tolist() for x in sets]
-        return per_token(flags, self.mask)
+        return pad_per_token(flags, self.mask)
 
     @property
     def lengths(self) -> list[int]:
@@ -220,8 +220,8 @@ def samples_of(
         **judged,
         advantages=group_relative_advantages(judged["rewards"], config, accelerator).to(device),
         mask=mask,
-        sampling_logps=None if None in logps else per_token(logps, mask),
-        ce_weights=None if weights.count(None) == len(weights) else per_token(weights, mask),
+        sampling_logps=None if None in logps else pad_per_token(logps, mask),
+        ce_weights=None if weights.count(None) == len(weights) else pad_per_token(weights, mask),
         replay_support=config.replay_support and ranks.reduce(accelerator, has_support, any),
     )
 
@@ -254,7 +254,7 @@ def loss_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor
     return mask * ended if drop_truncated else mask
 
 
-def per_token(rows: Sequence[Sequence[float] | None], mask: Tensor) -> Tensor:
+def pad_per_token(rows: Sequence[Sequence[float] | None], mask: Tensor) -> Tensor:
     """Pads numbers per token to `[B, T]` on the mask's device, with 0 where there are none."""
     padded = torch.zeros(mask.shape, dtype=torch.float32, device="cpu")
     for row, numbers in zip(padded, rows, strict=True):
