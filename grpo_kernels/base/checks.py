@@ -173,7 +173,6 @@ def scalar(name: str, value: object, device: torch.device) -> float | Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -21,7 +21,6 @@ _NO_MEMORY = re.compile(
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """True if `error` means out of memory, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))

@@ -99,7 +99,6 @@ class ExplainedSteps:
         return {"why": why, "spike": not why.startswith("every "), "cause": cause, "text": text}
 
     def page(self, step: int) -> Path:
-        """Returns where the page of a step is."""
         return self.folder / f"step-{step:06d}.html"
 
     def message(self, step: int, record: Mapping[str, Any]) -> str:

@@ -251,7 +251,6 @@ def _sequences(
     columns: dict[str, Tensor], sequence: Tensor, lengths: list[int], groups: Any, rewards: Any,
     truncated: Any, prompts: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The sums and facts of each sequence."""
     count, in_policy = len(lengths), ~columns["advantage"].isnan()
     known = columns["advantage"].nan_to_num(), in_policy
     sums = (sums_of(x, sequence, count).tolist() for x in known)

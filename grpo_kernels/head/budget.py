@@ -55,7 +55,6 @@ def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> 
 
 
 def gpu(device: torch.device) -> Any:
-    """The properties of a CUDA device."""
     return torch.cuda.get_device_properties(device)
 
 

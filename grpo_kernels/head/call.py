@@ -189,14 +189,10 @@ def check_ids(
     local_ids: Tensor,
     add_up: Callable[[Tensor], Tensor],
 ) -> None:
-    """Adds checks that targets are ids, and that sampled ones are not banned: they have no loss.
+    """Adds checks that targets are ids below `columns`, and that no head bans a sampled one.
 
-    Args:
-        call: of the policy.
-        reference: of the reference, on the same tokens.
-        columns: the size of the vocabulary, on all ranks.
-        local_ids: the targets' columns on this rank, or numbers outside of it.
-        add_up: sums a count over the ranks.
+    `local_ids`: the targets' columns on this rank, or numbers outside of it. `add_up` sums a count
+    over the ranks.
     """
     spec = call.spec
     if spec.targets is None:

@@ -44,7 +44,6 @@ class Execution:
 
 
 def check_execution(execution: object) -> Execution:
-    """Returns `execution`, or raises TypeError for another type."""
     if not isinstance(execution, Execution):
         raise TypeError(f"execution: expected an Execution; got {execution!r}")
     return execution

@@ -247,13 +247,7 @@ def _second_pass(
 ) -> Sequence[Tensor | None]:
     """Computes the gradients of the terms' tensors from the statistics' gradients.
 
-    Args:
-        tensors: of the terms.
-        plan: of the forward.
-        forward_values: statistics and gradients that `_first_pass` has returned.
-        kept: exponentials and their sums, which `_first_pass` may return in place of gradients.
-        d_stats: the gradients of the statistics.
-        needs_grad: for each of `tensors`, whether it gets a gradient.
+    `forward_values`, and `kept` exponentials with their sums, are results of `_first_pass`.
     """
     size = plan.stats.size()
     stats = plan.stats.of(forward_values[:size], entropy=plan.entropy)

@@ -125,11 +125,7 @@ class Gradients:
     the gradients out of the buffers' memory. The ys' are made here, the xs', which are smaller,
     when first set.
 
-    Args:
-        tensors: x and y of each term.
-        needs_grad: True for each tensor whose gradient is made.
-        rows: the rows that have a gradient; an x's other rows are 0.
-        dtype: of the GEMMs' operands.
+    `rows` have a gradient; an x's other rows are 0. `dtype`: of the GEMMs' operands.
     """
 
     def __init__(

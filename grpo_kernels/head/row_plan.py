@@ -73,7 +73,6 @@ class RowPlan:
 
     @property
     def is_one_chunk_with_grad(self) -> bool:
-        """True if all rows have a gradient and are one chunk."""
         return 0 < self.num_rows == self.num_grad_rows <= self.max_chunk_rows
 
     @property
@@ -89,7 +88,6 @@ class RowPlan:
 
     @property
     def bytes_taken(self) -> int:
-        """Bytes of the buffers of logits and of gradients."""
         logit_bytes, grad_bytes = self.row_bytes
         return self.logit_rows * logit_bytes + self.gradient_buffer_rows * grad_bytes
 

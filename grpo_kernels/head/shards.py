@@ -135,14 +135,9 @@ class VocabShards(SingleRank):
         self, exps: Tensor, targets: Tensor, slope: Tensor | None, stats: TokenStats,
         merged: TokenStats,
     ) -> None:  # fmt: skip
-        """Sets the targets' entries of `exps [C, V]` to the softmax's over all columns.
+        """Sets the targets' entries of this rank's `exps [C, V]` to the merged softmax's.
 
-        Args:
-            exps: exponentials of this rank's columns, with the target's entry in the local softmax.
-            targets: local ids `[C]`.
-            slope: of the softcap at the targets `[C]`; None without one.
-            stats: of this rank's columns.
-            merged: of all columns.
+        `targets` are local ids. `slope`: of the softcap at the targets, `[C]`, or None.
         """
         assert merged.total is not None
         values = merged.total * merged.logps.expm1()
@@ -159,7 +154,6 @@ class VocabShards(SingleRank):
         return tuple(ranks.gather(0, rank.expand(1, *ranks.shape[1:]))[0])
 
     def sum(self, share: Tensor) -> Tensor:
-        """Adds up the ranks' shares, in place."""
         if share.numel():
             self._begin_sum(share).wait()
         return share
@@ -311,7 +305,6 @@ _ON_OR_OFF = (False, True)
 
 
 def _settings(call: HeadCall, agreed: Mapping[str, float]) -> list[_Setting]:
-    """Settings that have to be the same on all ranks."""
     head, spec, needs_grad = call.head, call.spec, call.needs_grad()
     per_token, dtypes = isinstance(head.temperature, Tensor), [dtype_name(x) for x in HEAD_DTYPES]
     flags = {

@@ -105,11 +105,8 @@ def check_one_sequence(
 ) -> None:
     """Raises ValueError for rows with targets of several sequences, which a loss cannot tell apart.
 
-    Args:
-        kwargs: the arguments of the model's body, which tells sequences apart by some of them.
-        labels: of the call.
-        scored: bool `[B, T]`, the tokens that the loss counts.
-        loss_type: of the loss, for the message.
+    `kwargs`: the arguments of the model's body, which tells sequences apart by some of them.
+    `scored`: bool `[B, T]`, the tokens that the loss counts.
     """
     message = (
         f"{{}} does not work with loss_type={loss_type!r} and these options, which need one "

@@ -86,11 +86,7 @@ def check_version(package: str, oldest: str, before: str | None = None) -> None:
 
 
 def check_options(execution: Execution, **head_options: Any) -> None:
-    """Checks options of later calls over heads now.
-
-    Args:
-        execution: how the calls are computed.
-        **head_options: further options of `LMHead`.
+    """Checks options of later calls over heads, now; `head_options` are of `LMHead`.
 
     Raises:
         TypeError, ValueError: naming the option, what was expected and what came.

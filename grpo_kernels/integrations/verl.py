@@ -107,13 +107,11 @@ class patch_verl(Patch):
 
     @staticmethod
     def active() -> bool:
-        """Returns True while verl is patched."""
         from verl.utils.kernel import linear_cross_entropy as kernel
 
         return is_ours(kernel.linear_cross_entropy)
 
     def undo(self) -> None:
-        """Restores verl; a second call does nothing."""
         if self._engines is not None:
             self._engines.undo()
         for hook in self._hooks:

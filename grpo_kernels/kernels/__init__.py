@@ -76,7 +76,6 @@ class LogitTransform:
         return e.mul(4).div_(e.add_(1).square_())
 
     def at(self, rows: Tensor | slice) -> LogitTransform:
-        """The transform of some rows."""
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature[rows]
@@ -111,7 +110,6 @@ class TokenStats(NamedTuple):
 
     @staticmethod
     def of(values: Sequence[Tensor], *, entropy: bool) -> TokenStats:
-        """The statistics, from their values."""
         return TokenStats(values[0], values[1], values[2] if entropy else None)
 
     @staticmethod
@@ -123,7 +121,6 @@ class TokenStats(NamedTuple):
         )
 
     def at(self, rows: Tensor | slice) -> TokenStats:
-        """The values of some rows."""
         return TokenStats(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
@@ -175,7 +172,6 @@ class RowGrads(NamedTuple):
         return RowGrads(stats.logsumexp, d_softmax, d_target, stats.entropy, d_entropy)
 
     def at(self, rows: Tensor | slice) -> RowGrads:
-        """The values of some rows."""
         return RowGrads(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 

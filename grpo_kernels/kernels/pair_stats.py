@@ -60,7 +60,6 @@ class PairStats:
 
     @staticmethod
     def of(values: Sequence[Tensor], *, entropy: bool = True) -> PairStats:
-        """The statistics, from their values."""
         return PairStats(torch.stack(list(values)))
 
     @staticmethod
@@ -82,5 +81,4 @@ class PairStats:
         return TokenStats(self.ref_logps, self.ref_logsumexp, self.ref_entropy)
 
     def at(self, rows: Tensor | slice) -> PairStats:
-        """The values of some rows."""
         return PairStats(self.values[:, rows])

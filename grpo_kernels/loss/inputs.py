@@ -102,7 +102,6 @@ def check_config(config: object) -> None:
 
 
 def check_has_entropy(config: GRPOLossConfig, entropy: Tensor | None) -> None:
-    """Raises if the loss needs an entropy and `entropy` is None."""
     if entropy is not None:
         return
     for name, unused in (("entropy_coef", 0.0), ("top_entropy_quantile", 1.0)):

@@ -198,7 +198,6 @@ def _bounds(loss: Loss, tokens: Tokens, ratio: Tensor) -> tuple[Tensor | None, T
 
 
 def _own_metrics(loss: Loss, tokens: Tokens, ratio: Tensor) -> dict[str, Tensor]:
-    """The loss's own metrics, checked."""
     name, own = loss.label_of("metrics()"), loss.metrics(tokens, ratio)
     if not isinstance(own, dict) or not all(isinstance(key, str) and key for key in own):
         raise TypeError(

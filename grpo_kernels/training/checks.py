@@ -76,7 +76,6 @@ def checked_rewards(
 
 
 def have_answers(problems: Sequence[Problem]) -> bool:
-    """True if every problem has an answer."""
     return all(problem.get("answer") is not None for problem in problems)
 
 

@@ -214,7 +214,6 @@ class TrainingConfig(GRPOLossConfig):
         return loss
 
     def loss_config(self) -> GRPOLossConfig:
-        """The config of the loss alone."""
         options = {option.name: getattr(self, option.name) for option in fields(GRPOLossConfig)}
         if isinstance(self.loss_type, str) and (":" in self.loss_type or self.loss_options):
             options["loss_type"] = self.loss
@@ -233,7 +232,6 @@ class TrainingConfig(GRPOLossConfig):
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
         return Path(self.output)
 
     def in_new_folder(self) -> TrainingConfig:
@@ -287,7 +285,6 @@ class TrainingConfig(GRPOLossConfig):
             object.__setattr__(self, name, as_list(getattr(self, name)))
 
     def _check_values(self) -> None:
-        """Refuses values out of their range."""
         require, n = self.require, vars(self)
         require("model", self.model, "a hub name or a folder")
         require("output", self.folder.name not in ("", ".."), "a folder with a name")
@@ -333,7 +330,6 @@ class TrainingConfig(GRPOLossConfig):
                     self._refuse(name, f"has no effect without {needed}: set both, or neither")
 
     def _check_together(self) -> None:
-        """Refuses options that do not go together."""
         for name, other, is_set, why in (
             ("sync_ref_every", "lora_rank", self.lora_rank,
              "has the model without adapters as its reference"),
@@ -352,7 +348,6 @@ class TrainingConfig(GRPOLossConfig):
 
 
 def defaults_of(kind: type[TrainingConfig]) -> dict[str, Any]:
-    """The defaults of options, by name."""
     return {
         option.name: option.default if option.default_factory is MISSING
         else option.default_factory()
@@ -364,7 +359,6 @@ DEFAULTS = defaults_of(TrainingConfig)
 
 
 def lists_of(kind: type[TrainingConfig]) -> list[str]:
-    """The names of the options that are lists."""
     return [name for name, hint in get_type_hints(kind).items() if get_origin(hint) is list]
 
 

@@ -261,7 +261,6 @@ def _sampler(
     model: Any, tokenizer: Any, encode: PromptEncoder, config: TrainingConfig,
     accelerator: Accelerator,
 ) -> Sampler:  # fmt: skip
-    """A sampler from the model."""
     set_pad_token(tokenizer, model)
     policy = Policy.from_config(model.to(accelerator.device).eval(), config)
     rollout = make_rollout(config, policy, tokenizer, accelerator)

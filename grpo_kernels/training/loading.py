@@ -164,7 +164,6 @@ def set_pad_token(tokenizer: Any, model: Any) -> None:
 def make_rollout(
     config: TrainingConfig, policy: nn.Module, tokenizer: Any, accelerator: Accelerator
 ) -> Rollout:
-    """The rollout that `config.rollout` names."""
     if config.rollout == "vllm":
         from .sampling.vllm_rollout import VLLMRollout
 

@@ -152,7 +152,6 @@ def predict(
 def _head_bytes(
     config: TrainingConfig, step: _Step, weight: torch.Tensor, gpu: bool, card: Card | None
 ) -> int:
-    """Returns the bytes that the head takes in a micro-batch."""
     (V, H), N = weight.shape, step.rows * config.max_completion_length
     # Two passes over a frozen head: the gradient of each log-prob by its state, and the result.
     by_states = 1 if weight.requires_grad or config.one_pass else 2

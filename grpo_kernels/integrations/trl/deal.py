@@ -161,7 +161,6 @@ class Dealer:
         return batches[trainer._step % trainer.args.steps_per_generation]
 
     def deal(self, trainer: Any, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the micro-batches of a generation batch, dealt anew."""
         accelerator, count = trainer.accelerator, len(batches)
         if images := _IMAGES & batches[0].keys():
             raise ValueError(
@@ -246,10 +245,8 @@ def zero_equal_groups(trainer: Any, rewards: Tensor, batch: dict[str, Any]) -> d
 
     The mean of equal rewards may differ from them by rounding; TRL divides the difference by 1e-4.
 
-    Args:
-        trainer: the trainer.
-        rewards: by function, of the completions of all processes; NaN where one did not apply.
-        batch: TRL's generation batch of this process.
+    `rewards`: by function, of all processes; NaN where one did not apply. `batch`: TRL's generation
+    batch of this process.
     """
     x, size = rewards * trainer.reward_weights.to(rewards.device), trainer.num_generations
     if not trainer.model.training:

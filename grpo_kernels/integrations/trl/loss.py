@@ -58,7 +58,6 @@ def check_own(trainer: Any) -> None:
 
 
 def user_loss_of(trainer: Any) -> OwnLossType | None:
-    """The user's own loss, if any."""
     return options_of(trainer).loss
 
 

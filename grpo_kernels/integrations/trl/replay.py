@@ -207,7 +207,6 @@ def _trainer_settings(trainer: Any) -> dict[str, Any]:
 
 
 def _sampling_options(trainer: Any) -> dict[str, Any]:
-    """The options of the recorder."""
     settings = _trainer_settings(trainer)
     options = {name: settings.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     if options["temperature"] != trainer.temperature:

@@ -219,17 +219,11 @@ def judge(
     metrics: Metrics | None, *, texts: list[str], transcripts: list[str],
     completion_ids: list[list[int]],
 ) -> Judged:  # fmt: skip
-    """Judges completions, each of its problem.
+    """Judges a process's completions; `problems` has one per completion.
 
-    Args:
-        accelerator: of the processes; each judges its completions.
-        rewards: the functions.
-        is_correct: of a text and its problem's answer; None judges no answer.
-        problems: one per completion.
-        metrics: of the step, to which functions may add; None for an evaluation.
-        texts: the policy's tokens as text.
-        transcripts: the same with the tools' outputs.
-        completion_ids: tokens of the texts.
+    `is_correct`: of a text and its problem's answer; None judges no answer. `metrics`: of the step,
+    to which functions may add; None for an evaluation. `texts`: the policy's tokens; `transcripts`:
+    with the tools' outputs.
 
     Raises:
         RewardError: a function failed on one rank; on every rank.
@@ -257,7 +251,6 @@ def weighted_sum(rewards: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def _columns(problems: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the columns that reward functions may name."""
     return sorted(set().union(*problems) - {"prompt", *KEYWORDS})
 
 

@@ -39,12 +39,9 @@ class Evaluation:
         return {"step": step, **self._numbers()}
 
     def write(self, folder: Path, step: int, samples: Evaluation | None = None) -> None:
-        """Adds the evaluation to a run's files, with its answers.
+        """Adds the evaluation after `step`, with its answers, to a run's files.
 
-        Args:
-            folder: the run's.
-            step: the step before the evaluation.
-            samples: another evaluation, by several completions per problem.
+        `samples`: another evaluation, by several completions per problem.
         """
         more = {"samples": {"count": samples.count, **samples._numbers()}} if samples else {}
         logs.append(folder / "evaluations.jsonl", {**self.summary(step), **more})

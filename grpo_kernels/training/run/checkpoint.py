@@ -42,9 +42,7 @@ _SAMPLED = 4096
 class TrainedState:
     """Everything that training changes: the trained weights, and parts with a state.
 
-    Args:
-        policy: not wrapped for the processes.
-        parts: by name, each with `state_dict` and `load_state_dict`, or None.
+    `policy`: not wrapped. `parts`: by name, each with `state_dict` and `load_state_dict`, or None.
     """
 
     def __init__(self, policy: nn.Module, **parts: Any) -> None:
@@ -53,7 +51,6 @@ class TrainedState:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights by name."""
         return {n: p.detach() for n, p in self.policy.named_parameters() if p.requires_grad}
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,11 +73,7 @@ def save(
 ) -> str | None:
     """Writes the checkpoint of `state["step"]`; returns the error, in all processes, or None.
 
-    Args:
-        accelerator: of the processes; the main process writes.
-        folder: the run's.
-        state: values for JSON.
-        tensors: state dicts by name, which `weights_only` reads.
+    `state`: values for JSON. `tensors`: state dicts by name.
     """
     error = None
     if accelerator.is_main_process:
@@ -167,13 +160,8 @@ def inputs_of(
 ) -> dict[str, str]:  # fmt: skip
     """Makes digests, by name, of a run's inputs besides its options.
 
-    Args:
-        train: problems; like `held_out`, with all of their columns.
-        held_out: problems of the evaluations.
-        tokenizer: the policy's; it tokenizes all prompts.
-        model: the policy's; no checkpoint has its frozen weights.
-        frozen: other models, no weight of which is in a checkpoint. Some numbers of each weight are
-            read.
+    Problems count with all of their columns, models with some numbers of each weight that no
+    checkpoint has: frozen weights of `model`, all weights of the models `frozen`.
     """
     problems = [*train, *held_out]
     # Without the chat template, which may print the date.

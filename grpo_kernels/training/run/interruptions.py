@@ -68,9 +68,8 @@ class Interruptions:
     def check(self, error: Exception | None = None, *, may_stop: bool = True) -> None:
         """Raises in all processes if one of them got a signal or an error.
 
-        Args:
-            error: this process's: a `StepError`, or an out-of-memory error.
-            may_stop: whether nothing is lost if the step ends here; else a signal waits.
+        `error`: this process's, a `StepError` or out of memory. `may_stop`: nothing is lost if the
+        step ends here; else a signal waits.
         """
         own = error if isinstance(error, StepError) else None
         met = 2 if own is not None else int(error is not None)

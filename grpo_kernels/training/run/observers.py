@@ -206,7 +206,6 @@ def introduction(
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    """A step's row in one line of text."""
     texts = [form.format(row[k]) for k, form in _LINE.items() if k in row]
     return f"{row['step']:5d}  {'  '.join(texts)}  {row['seconds']:.1f} s"
 

@@ -164,7 +164,6 @@ def raise_on_all_ranks(
 
 
 def _first(values: list[_T | None]) -> _T | None:
-    """The first value that is not None."""
     return next((x for x in values if x is not None), None)
 
 

@@ -39,11 +39,8 @@ class _ObserverError(Exception):
 class Run:
     """The state of a run apart from weights and optimizer.
 
-    Args:
-        config: the run's options.
-        accelerator: of its processes, which all make the same calls.
-        inputs: digests of its inputs besides options, as `checkpoint.inputs_of` makes them.
-        changing: weights, the optimizer and other tensors of a checkpoint.
+    All processes make the same calls. `inputs`: digests from `checkpoint.inputs_of`. `changing`:
+    weights, the optimizer and other tensors of a checkpoint.
 
     Raises:
         ValueError: the run to resume had other inputs.
@@ -87,7 +84,6 @@ class Run:
             print_above(text)
 
     def warn(self, text: str) -> None:
-        """Prints a warning."""
         self.print_main(f"      warning: {text}")
 
     def write_step(self, row: dict[str, Any], samples: Samples) -> None:
@@ -189,7 +185,6 @@ class Run:
     # A step
 
     def begin_step(self) -> None:
-        """Begins the next step."""
         self.trained = self.step
         self.step += 1
 

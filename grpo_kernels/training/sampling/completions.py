@@ -58,7 +58,6 @@ class Completion:
 
     @property
     def sampled_ids(self) -> list[int]:
-        """The tokens that the policy sampled."""
         pairs = zip(self.token_ids, self.sampled_flags, strict=True)
         return [token for token, sampled in pairs if sampled]
 
@@ -166,7 +165,6 @@ def check_has_logps(config: TrainingConfig, has_logps: bool) -> None:
 
 
 def vocabulary_of(model: Any) -> int:
-    """Returns the size of the model's vocabulary."""
     embeddings = model.get_input_embeddings()
     return int(getattr(embeddings, "base_layer", embeddings).num_embeddings)
 

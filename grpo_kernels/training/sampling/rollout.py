@@ -105,15 +105,9 @@ class GenerateRollout:
 
 
 class Sampler:
-    """Samples completions of problems by a rollout, and checks what comes back.
+    """Samples completions of a process's problems by a rollout, and checks them.
 
-    Args:
-        rollout: may be replaced later.
-        model: the policy's; has the vocabulary and the end tokens.
-        tokenizer: the model's.
-        encode: makes the token ids of a problem's prompt.
-        config: has the sampling options.
-        accelerator: of the run; every process samples for its problems.
+    `rollout` may be replaced later. `encode` makes the token ids of a problem's prompt.
     """
 
     def __init__(

@@ -36,12 +36,6 @@ _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 class VLLMRollout:
     """`Rollout` by vLLM, with the log-probs that it sampled with; one engine per process.
 
-    Args:
-        config: the run's, with `vllm_*` options.
-        model: inside the policy.
-        tokenizer: the model's.
-        accelerator: of the run; every process samples for its prompts.
-
     Raises:
         RolloutError: no engine, or an engine that would not sample from this policy.
         ValueError: the model has adapters that cannot be merged for vLLM.

@@ -40,15 +40,8 @@ class Explanations:
     ) -> dict[str, Any] | None:
         """Writes the page of a step's largest update if it is due; prints its place.
 
-        A spike is a warning, a page by `explain_every` is not.
-
-        Args:
-            row: the step's; call it for every step.
-            samples: the step's.
-            updates: the step's.
-
-        Returns:
-            The record for the step's row; None without a page.
+        A spike is a warning, a page by `explain_every` is not. Call it for every step. Returns the
+        record for the step's row; None without a page.
         """
         run, scorer, why = self.scorer.run, self.scorer, self.steps.why(row)
         every = range(len(samples.texts))

@@ -22,13 +22,8 @@ def add_gradients(
 ) -> Update:  # fmt: skip
     """Adds up the gradients of an update's micro-batches, over all processes.
 
-    Args:
-        scorer: has the policy and the reference, and plans micro-batches.
-        samples: the step's, of this process.
-        scores: log-probs under other policies.
-        number: the update's in its step, from 0.
-        rows: completions of this process.
-        sampler_dtype: explains a gap to the sampler's log-probs; None: any gap is explained.
+    `number`: the update's in its step, from 0. `sampler_dtype`: its rounding explains a gap to the
+    sampler's log-probs; None: any gap is explained.
 
     Raises:
         OutOfMemory: a process ran out of memory; raised in all, before the last backward.

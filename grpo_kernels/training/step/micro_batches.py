@@ -37,13 +37,7 @@ def plan_micro_batches(
     Equal lengths save padding; equal prompts save encoding, if prompts are `shared`. The order with
     fewer tokens wins.
 
-    Args:
-        rows: the completions that take part.
-        size: the largest number of rows of a part.
-        prompt_of: index of each completion's prompt; like `lengths`, of all completions.
-        prompt_lengths: tokens of each prompt.
-        lengths: tokens of each completion.
-        shared: whether a prompt is encoded once for its completions in a part.
+    `prompt_of` and `lengths` are of all completions, not of `rows` alone.
     """
     group_length: dict[int, int] = defaultdict(int)
     for i in rows:
@@ -74,10 +68,7 @@ def pad_plan(plan: Plan, count: int) -> Plan:
 def num_items(config: GRPOLossConfig, update: Size, world: int) -> float:
     """Returns the denominator of every part's loss with which the gradients add up to the update's.
 
-    Args:
-        config: has the loss's aggregation.
-        update: its size, over all processes.
-        world: the number of processes, over which gradients are averaged.
+    `update`: its size, over all `world` processes, over which gradients are averaged.
     """
     by_tokens = config.effective_aggregation in TOKEN_MEANS
     return (update.tokens if by_tokens else update.rows) / world

@@ -196,7 +196,6 @@ class Policy(nn.Module):
         return torch.cat([encoded[batch.prompt_of, -1:], states.last_hidden_state], 1)
 
     def head(self, hidden: Tensor, logits_dtype: str = "fp32") -> LMHead:
-        """Returns the head for these states."""
         head, t = head_of(self.model), self.temperature
         return head.at(hidden, temperature=t, logits_dtype=logits_dtype)
 

@@ -20,12 +20,7 @@ class ReferenceModel:
     """A frozen copy of the model, or another model; with LoRA the model without its adapters.
 
     With `sync_ref_every` a copy is updated from the policy, and saved in the run's checkpoints.
-
-    Args:
-        accelerator: of the run.
-        model: the policy's.
-        other: the model of `ref_model`, or None.
-        config: of the run.
+    `other`: the model of `ref_model`, or None.
     """
 
     def __init__(
@@ -51,7 +46,6 @@ class ReferenceModel:
         self._shared = {id(p) for p in model.parameters() if not p.requires_grad}
 
     def _placed(self, model: nn.Module, config: TrainingConfig) -> Any:
-        """The model on the device."""
         policy = Policy.from_config(model.eval().requires_grad_(False), config)
         return policy.to(self.accelerator.device)
 
@@ -72,7 +66,6 @@ class ReferenceModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the weights of a checkpoint."""
         for name, weight in self._moving():
             weight.copy_(state[name])
 

@@ -30,14 +30,7 @@ from .samples import Samples, Scores, call_loss, loss_config
 def step_row(
     samples: Samples, labels: Sequence[str], updates: Iterable[Mapping[str, float]], run: Run
 ) -> dict[str, Any]:
-    """Makes a step's row of metrics, over all processes.
-
-    Args:
-        samples: of this process.
-        labels: of the reward functions.
-        updates: metrics of the step's updates.
-        run: at the step; its clock has the step's seconds.
-    """
+    """Makes a step's row of metrics, over all processes; `labels` are the reward functions'."""
     add_samples(run.metrics, samples, labels, run.config)
     row = {"step": run.step, **run.metrics.take(run.accelerator)}
     if samples.replay_support:
@@ -96,13 +89,8 @@ def update_metrics(
 ) -> dict[str, float]:  # fmt: skip
     """Computes the metrics of an update's loss, over all processes; each makes this call.
 
-    Args:
-        samples: of this process.
-        scores: log-probs under other policies.
-        rows: this process's completions in the update.
-        policy: `[B, T]` `logps`, `entropy` and, with an exact KL, `kl` of the policy.
-        config: of the run.
-        accelerator: of the processes.
+    `rows`: this process's completions in the update. `policy`: its `logps`, `entropy` and, with an
+    exact KL, `kl`, `[B, T]`.
     """
     values = _values_of_all(samples, scores, rows, policy, accelerator)
     kl, has_set = values.pop("kl", None), values.pop("has_set", None)

@@ -159,15 +159,8 @@ def loss_options(
 ) -> dict[str, Any]:  # fmt: skip
     """Options of `fused_grpo_loss` for a part of an update.
 
-    Args:
-        samples: the step's.
-        scores: log-probs under other policies.
-        part: completions in it.
-        where: the same as a tensor; without any, of one fully masked completion.
-        T: their longest length.
-        full: the size of the update, in all processes.
-        config: of the run.
-        world: the number of processes.
+    `where`: the completions of `part` as a tensor; without any, one fully masked completion. `T`:
+    their longest length. `full`: the size of the update, in all `world` processes.
     """
     loss, weights = loss_config(config, scores), samples.ce_weights
     # Without rows the cross-entropy is 0, too.
@@ -191,14 +184,8 @@ def samples_of(
 ) -> Samples:  # fmt: skip
     """Makes the samples of this process from completions of its problems.
 
-    Args:
-        problems: with all of their columns.
-        prompts: token ids of each problem.
-        completions: sorted by problem.
-        judged: fields of `Samples` by name: `texts`, `transcripts`, `rewards`, `rewards_total`,
-            `correct` and `timed_out`.
-        config: of the run.
-        accelerator: of the processes.
+    `judged`: the fields `texts`, `transcripts`, `rewards`, `rewards_total`, `correct` and
+    `timed_out`.
 
     Raises:
         StepError: the rollout does not report log-probs that the options need, or no function

@@ -27,14 +27,7 @@ TIMES_THE_FIRST_GAP = 4.0
 
 
 class Scorer:
-    """Scores the completions of a process by the policy and by the reference.
-
-    Args:
-        policy: wrapped for the processes.
-        reference: None without a KL.
-        run: has the options, and the size of micro-batches.
-        pad_id: the token that pads batches.
-    """
+    """Scores the completions of a process by the policy, wrapped, and the reference of a KL."""
 
     def __init__(
         self, policy: Any, reference: ReferenceModel | None, run: Run, pad_id: int
@@ -148,10 +141,7 @@ class Scorer:
 def checked_gap(row: Mapping[str, float], dtype: str | None, run: Run) -> dict[str, float]:
     """Returns the gap between the log-probs of sampler and policy, before the first update.
 
-    Args:
-        row: metrics of the loss.
-        dtype: explains a gap; a name of torch. None: any gap is explained.
-        run: has the first step's gap.
+    `row`: metrics of the loss. `dtype`: its rounding explains a gap; None: any gap is explained.
 
     Raises:
         RolloutError: the gap is larger than the dtype explains.
