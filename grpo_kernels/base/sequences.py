@@ -23,17 +23,11 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a call's tokens.
+    """The sequences of a call's tokens: packed with `ids`, or padded to `length`."""
 
-    Args:
-        count: B, the number of sequences.
-        ids: the sequence of each packed token, int64 `[N]`, in `[0, count)`; None with `length`.
-        length: T, where every sequence has as many positions.
-    """
-
-    count: int
-    ids: Tensor | None = None
-    length: int | None = None
+    count: int  # B
+    ids: Tensor | None = None  # int64 [N], the sequence of each packed token, in [0, count)
+    length: int | None = None  # T
 
     def sum(self, x: Tensor) -> Tensor:
         """Sums `x [..., N]` over each sequence, `[..., B]`.

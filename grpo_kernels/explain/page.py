@@ -26,13 +26,10 @@ _STEP = re.compile(r"step-(\d+)\.html")
 
 
 def render(name: str, title: str, data: Mapping[str, Any], **texts: str) -> str:
-    """Returns a page in ASCII, which runs only its own script and loads nothing.
+    """Returns a page in ASCII, which runs only its script and loads nothing.
 
-    Args:
-        name: the kind's part, such as `step.html`: a style, the header, the body and a script.
-        title: of the page and its tab.
-        data: the script's variable `D`.
-        texts: texts for places of the part, `VERDICT="..."` for `@VERDICT@`.
+    `name`: the kind's part, such as `step.html`, with style, header, body and script. `data`: the
+    script's variable `D`. `texts` replace places of the part: `VERDICT="..."` for `@VERDICT@`.
     """
     escaped = {
         key: html.escape(printable(text)).encode("ascii", "xmlcharrefreplace").decode()

@@ -203,10 +203,8 @@ def verdicts(
 ) -> list[Finding]:
     """Returns the findings in a log, the most urgent first.
 
-    Args:
-        rows: steps with our names of metrics, as `logs.read` returns them.
-        options: the run's known options, as its `config.json` has them.
-        names: the log's names of our metrics, for the texts.
+    `rows` have our names of metrics; `names` are the log's, for the texts. `options`: the run's
+    known options.
     """
     first = next((row for row in rows if row.get("entropy") is not None), {})
     log, findings = Log(rows, options, first), []
@@ -218,11 +216,7 @@ def verdicts(
 
 
 class Watch:
-    """The trainer's warnings, step by step; each is repeated after `FAST` steps at the earliest.
-
-    Args:
-        options: the run's.
-    """
+    """The trainer's warnings, step by step; each is repeated after `FAST` steps at the earliest."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options

@@ -23,10 +23,6 @@ DATA, SIZE = ("dataset", "dataset_config"), ("prompts_per_step", "num_generation
 def write(folders: Sequence[str | Path], output: str | Path) -> str:
     """Writes the page of one to six runs; returns its verdict and figures, as text.
 
-    Args:
-        folders: the runs', each with a `config.json`.
-        output: the page, whose links to steps are relative.
-
     Raises:
         ValueError: no folder, more than six, or a folder that is not a run's.
     """

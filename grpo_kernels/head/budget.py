@@ -25,19 +25,12 @@ SWEPT_ROWS_PER_SM = 5
 
 
 class RowBytes(NamedTuple):
-    """The bytes that a row takes of the budget.
+    """The bytes that a row takes of the budget."""
 
-    Args:
-        columns: of a row of logits.
-        grad_bytes: of each entry of the logits' gradient; 0 where it overwrites the logits.
-        strips: whether a chunk's logits are made and used a few rows at a time.
-        models: the number of models whose logits are held at a time.
-    """
-
-    columns: int
-    grad_bytes: int = 0
-    strips: bool = False
-    models: int = 1
+    columns: int  # of a row of logits
+    grad_bytes: int = 0  # per entry of the logits' gradient; 0 where it overwrites the logits
+    strips: bool = False  # a chunk's logits are made and used a few rows at a time
+    models: int = 1  # whose logits are held at a time
 
     @property
     def parts(self) -> tuple[int, int]:

@@ -53,11 +53,8 @@ class GradMode(IntEnum):
         it by the loss's gradient. With a trained head, it keeps the exponentials of rows that are
         one chunk (`plan_head`).
 
-        Args:
-            call: of the policy.
-            one_pass: whether the loss is known in the forward.
-            other_grads: whether the loss has a gradient by other statistics than the log-probs.
-            shows_entropy: whether the caller's loss may have a gradient by the entropy.
+        `one_pass`: the loss is known in the forward. `other_grads`: it has a gradient by other
+        statistics than log-probs. `shows_entropy`: the caller's loss may have one by the entropy.
         """
         spec, needs_grad = call.spec, call.needs_grad()
         # A factor per row may be too large or too small for float16.
@@ -76,26 +73,15 @@ class GradMode(IntEnum):
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Plan of a call over a head: everything but the tensors that have gradients.
+    """Plan of a call over a head: everything but the tensors that have gradients."""
 
-    Args:
-        spec: of the call; its mask excludes tokens with a kept set.
-        rows: the rows of logits, in chunks.
-        ranks: the columns of the vocabulary on each rank.
-        tokens: bool `[N]`, the call's mask; None: every token counts.
-        sets: the kept sets of the tokens that have one.
-        needs_grad: for each of the terms' tensors, whether its gradient is made.
-        entropy: whether the call returns it.
-        grad_mode: what the gradient of the logits is made from.
-    """
-
-    spec: HeadSpec
+    spec: HeadSpec  # its mask excludes tokens with a kept set
     rows: RowPlan
     ranks: SingleRank
-    tokens: Tensor | None
+    tokens: Tensor | None  # bool [N], the call's mask; None: every token counts
     sets: KeptSets | None
-    needs_grad: Sequence[bool]
-    entropy: bool
+    needs_grad: Sequence[bool]  # for each of the terms' tensors
+    entropy: bool  # whether the call returns it
     grad_mode: GradMode
 
     def chunked_head(self, tensors: Sequence[Tensor]) -> ChunkedHead:
@@ -252,16 +238,9 @@ def plan_head(
 ) -> HeadPlan:
     """Plans a call. Reads value checks and row counts: the call's one transfer.
 
-    Args:
-        call: checked.
-        support: the kept sets, or None.
-        grad_mode: what the gradient of the logits is made from.
-        entropy: whether the call returns it.
-        logsumexp: whether the call returns it.
-        entries: whether every id of a set is a target.
-        with_grad: bool `[N]`, the tokens that may have a gradient; None: all.
-        reference: the reference's call, checked here only: it must ban no target.
-        loss_settings: further numbers that have to be the same on all ranks.
+    `entropy`, `logsumexp`: whether the call returns them. `entries`: every id of a set is a target.
+    `with_grad`: bool `[N]`, the tokens that may have a gradient; None: all. `reference` must ban no
+    target. `loss_settings` must be the same on all ranks.
     """
     spec, weight = call.spec, call.tensors[1]
     tokens, sets, ranks = spec.mask, None, SingleRank(len(weight))

@@ -166,10 +166,7 @@ class WeightGrad:
 
     The sum for a bf16 y has two parts, each as large as y (`SplitSum`). All large tensors of a call
     except its buffers then have the weight's size, and a GPU's allocator can reuse their memory.
-
-    Args:
-        y: the tensor that has the gradient.
-        one_product: whether it is one product of operands of its dtype, which its GEMM rounds.
+    `one_product`: one product of operands of y's dtype, which its GEMM rounds.
     """
 
     def __init__(self, y: Tensor, *, one_product: bool) -> None:

@@ -28,25 +28,19 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The rows of one call, with a gradient first. `order` None: all rows in their order.
+    """The rows of one call, with a gradient first.
 
-    Args:
-        max_chunk_rows: rows whose gradients are multiplied at a time.
-        max_logit_rows: rows whose logits are held at a time: a chunk, or a strip of one.
-        num_tokens: all rows of the call, masked or not. Buffers are sized by it: sizes that change
-            with the mask fragment the memory of a GPU.
-        row_bytes: of a row's logits, and of their gradient if it does not overwrite them.
-        budget: bytes of one model's buffers at their full size; 0: two models share them.
+    Buffers are sized by `num_tokens`: sizes that change with the mask fragment a GPU's memory.
     """
 
-    order: Tensor | None
+    order: Tensor | None  # the rows' ids; None: all rows in their order
     num_grad_rows: int
     num_rows: int
-    max_chunk_rows: int
-    max_logit_rows: int
-    num_tokens: int
-    row_bytes: tuple[int, int] = (0, 0)
-    budget: int = 0
+    max_chunk_rows: int  # rows whose gradients are multiplied at a time
+    max_logit_rows: int  # rows whose logits are held at a time: a chunk, or a strip of one
+    num_tokens: int  # all rows of the call, masked or not
+    row_bytes: tuple[int, int] = (0, 0)  # logits, and their gradient unless it overwrites them
+    budget: int = 0  # bytes of one model's buffers at their full size; 0: two models share them
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""

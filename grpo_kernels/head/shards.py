@@ -43,12 +43,8 @@ _LEAST_SHARE = 2.0**-24
 class VocabShards(SingleRank):
     """Ranks that each have some columns of every row of logits.
 
-    Args:
-        group: of the ranks.
-        start: the vocabulary's id of this rank's first column.
-        counts: columns of each rank.
-        layout: who sums the gradients of rows, one of `HIDDEN_LAYOUTS`.
-        has_bias: whether the raw logits have a bias, which alone may be -inf.
+    `start`: the id of this rank's first column. `counts`: columns of each rank. `layout`: who sums
+    the gradients of rows, one of `HIDDEN_LAYOUTS`. `has_bias`: raw logits may be -inf.
     """
 
     alone = False
@@ -274,16 +270,10 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
 
 
 class _Setting(NamedTuple):
-    """A value that has to be the same on all ranks.
+    """A value that has to be the same on all ranks."""
 
-    Args:
-        name: in the error.
-        number: the value, as a float64 holds it exactly.
-        values: what the numbers are indices of; None: numbers.
-    """
-
-    name: str
-    number: float
+    name: str  # in the error
+    number: float  # the value, exact in float64, or an index into `values`
     values: Sequence[object] | None = None
 
     def check(self, numbers: list[float]) -> None:

@@ -92,14 +92,7 @@ class KeptSets:
     """The kept sets of a call's tokens, checked as far as possible without reading the device.
 
     A set of one entry has log-prob 0 and no gradient: it is skipped unless the call returns a
-    logsumexp.
-
-    Args:
-        spec: of the call.
-        support: the sets.
-        ranks: the rows of the head on each rank.
-        every: whether every token needs a set; the first id of a set then is its target.
-        logsumexp: whether the call returns it.
+    `logsumexp`. `every`: every token needs a set, whose first id is the target.
     """
 
     def __init__(

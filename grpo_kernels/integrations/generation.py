@@ -175,15 +175,8 @@ class SupportRecorder(LogitsProcessor):
 def refuse_processors(model: Any, name: str, **options: Any) -> Any:
     """Refuses options of `generate` that change scores in a way that a recorder does not see.
 
-    Asks `generate` itself which processors it makes of them; samples nothing.
-
-    Args:
-        model: the one that samples, whose `GenerationConfig` has the defaults.
-        name: what needs the recorder, for the error.
-        options: arguments of `generate`.
-
-    Returns:
-        The `GenerationConfig` that `generate` makes of the options.
+    Asks `generate` itself which processors it makes of them; samples nothing. `name`: what needs
+    the recorder, for the error. Returns the `GenerationConfig` that `generate` makes of `options`.
 
     Raises:
         ValueError: an option changes scores other than by forbidding tokens, or searches.
@@ -231,12 +224,7 @@ class StopStrings(StoppingCriteria):
 
     transformers' `stop_strings` look at prompt and completion together: a stop string that begins
     in the prompt would end a completion that does not have it. They do not say how many tokens of a
-    row are sampled and how many are padding.
-
-    Args:
-        tokenizer: the model's.
-        stop: the strings that end a completion.
-        prompt_length: the number of tokens before the completions, with padding.
+    row are sampled and how many are padding. `prompt_length` includes padding.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], prompt_length: int) -> None:

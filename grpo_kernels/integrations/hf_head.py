@@ -65,13 +65,7 @@ class Head(NamedTuple):
         temperature: float | Tensor = 1.0,
         logits_dtype: str = "fp32",
     ) -> LMHead:
-        """Returns the `LMHead` for these hidden states, with weights gathered from all ranks.
-
-        Args:
-            hidden: `[..., H]`, the input of the head, to which LoRA's first matrix is applied.
-            temperature: divides the logits, as in `LMHead`.
-            logits_dtype: as in `LMHead`.
-        """
+        """Returns the `LMHead` for `hidden [..., H]`, with weights gathered from all ranks."""
         low_rank = None
         if self.adapters:
             a_out = torch.cat([adapter.lora_a_out(hidden) for adapter in self.adapters], -1)

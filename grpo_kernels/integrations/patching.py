@@ -21,9 +21,6 @@ Replacement = tuple[Any, str, Any]
 class Patch:
     """Replaces names of other packages until `undo()`, or the end of a `with` block.
 
-    Args:
-        replacements: owner, name and replacement of each name.
-
     Raises:
         RuntimeError: a name is replaced already; then nothing is replaced.
     """
@@ -67,10 +64,7 @@ def is_ours(replaced: Any) -> bool:
 def check_version(package: str, oldest: str, before: str | None = None) -> None:
     """Checks that a framework is installed, and neither too old nor too new.
 
-    Args:
-        package: name in the package index.
-        oldest: the oldest version that works.
-        before: the first newer version that is known not to work; None: unknown.
+    `oldest` is the first version that works, `before` the first newer one that does not, if known.
 
     Raises:
         ImportError: naming the expected versions and the installed one.

@@ -34,11 +34,7 @@ class WorkerExtension:
         }  # fmt: skip
 
     def grpo_kernels_load(self, weights: Iterable[tuple[str, Tensor]], count: int) -> None:
-        """Replaces the model's weights.
-
-        Args:
-            weights: names and tensors, as in a checkpoint.
-            count: number of weights.
+        """Replaces the model's weights by `count` weights, named as in a checkpoint.
 
         Raises:
             RuntimeError: another number came, or an earlier load failed.
@@ -153,9 +149,6 @@ def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Weights as `save_pretrained` writes them, a layer at a time; a tied weight comes once.
 
     LoRA is merged into a copy, `W + B A * scaling` in the dtype of W.
-
-    Args:
-        model: a transformers or PEFT model.
 
     Raises:
         ValueError: as in `check_can_be_sent`.

@@ -38,19 +38,12 @@ _SCORED, _RATIO, _SQUARE = "sampling/scored", "sampling/ratio", "sampling/square
 
 @dataclass
 class _TokenValues:
-    """Values of every token `[N]`, by the name of their metric.
+    """Values of every token `[N]`, by the name of their metric."""
 
-    Attributes:
-        means: averaged over the unmasked tokens.
-        sequence_means: names of means that are averaged over each sequence first.
-        maxima: reduced to the largest.
-        two_bounds: whether the loss clips at both ends.
-    """
-
-    means: dict[str, Tensor] = field(default_factory=dict)
-    sequence_means: set[str] = field(default_factory=set)
+    means: dict[str, Tensor] = field(default_factory=dict)  # averaged over the unmasked tokens
+    sequence_means: set[str] = field(default_factory=set)  # of `means`, over each sequence first
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    two_bounds: bool = False
+    two_bounds: bool = False  # whether the loss clips at both ends
 
     def add(self, name: str, x: Tensor, *, per_sequence: bool = False, largest: str = "") -> None:
         """Adds a mean and, under the name `largest`, the maximum of the same values."""

@@ -55,12 +55,8 @@ def parse_config(
     """Reads options from flags, or from one YAML file and flags that override it.
 
     A run's `config.json` is such a file, too. Exits like `argparse`, with the reason on standard
-    error.
-
-    Args:
-        argv: flags, after the YAML file if there is one; None: the process's.
-        kind: `TrainingConfig`, or a dataclass with more options.
-        defaults: defaults of options that replace the defaults of `kind`.
+    error. `kind`: `TrainingConfig`, or a dataclass with more options, whose defaults `defaults`
+    replace. `argv` None: the process's.
     """
     parser = _parser(kind, defaults)
     flags = [

@@ -99,12 +99,7 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Predicts one process of a run, with prompts and completions of their largest lengths.
 
-    Args:
-        config: the run's options.
-        model_config: transformers' config of the model.
-        gpu: whether it runs on a GPU.
-        card: the GPU of each process, if known.
-        processes: number of processes that share the prompts of a step.
+    `processes` share the prompts of a step; each has the GPU `card`, if known.
     """
     with torch.device("meta"):
         model = _model(config, model_config)

@@ -113,9 +113,7 @@ class _NoCall(ModelCall):
 class Dealer:
     """Deals the completions of a trainer's generation batches to micro-batches.
 
-    Args:
-        skips: whether to skip completions of advantage 0; fully masked completions are always
-            skipped.
+    Fully masked completions are skipped; with `skips`, also completions of advantage 0.
     """
 
     def __init__(self, skips: bool) -> None:

@@ -20,12 +20,8 @@ def call(
     `exit()` in generated code, the timeouts of some packages and the outcomes of pytest derive
     from BaseException alone. A second signal, which raises KeyboardInterrupt, ends the run.
 
-    Args:
-        name: the begin of the message.
-        work: calls the user's function.
-        kind: the class to raise; errors of this class pass unchanged.
-        hint: the end of the message, from the error.
-        retried: out-of-memory errors pass unchanged, as the caller retries with smaller parts.
+    Errors of `kind` pass unchanged; if `retried`, also out of memory, as the caller retries with
+    smaller parts. `hint` makes the end of the message from the error.
     """
     try:
         return work()
