@@ -156,8 +156,8 @@ def _named(raw: Mapping[str, Any], number: int, names: dict[str, str]) -> dict[s
 def _place(name: str) -> tuple[str, int, str] | None:
     """A metric's name here, its rank among others' names, and the log's name."""
     name = re.sub(r" *(/) *", r"\1", name).strip().removeprefix("train/")
-    own = [(ours, 9) for ours, pattern in _OWN.items() if pattern.fullmatch(name)]
-    return next(((*place, name) for place in [_PLACES.get(name), *own] if place), None)
+    user_defined = [(ours, 9) for ours, pattern in _OWN.items() if pattern.fullmatch(name)]
+    return next(((*place, name) for place in [_PLACES.get(name), *user_defined] if place), None)
 
 
 def _number(x: Any) -> float | None:

@@ -44,10 +44,10 @@ def render(name: str, title: str, data: Mapping[str, Any], **texts: str) -> str:
 def _template(name: str) -> str:
     """The page without its data, with the digests of its style and script."""
     folder = Path(__file__).parent
-    text, own = ((folder / x).read_text(encoding="ascii") for x in ("page.html", name))
-    own = re.sub(r"@(\w+\.js)@\n", lambda place: (folder / place[1]).read_text("ascii"), own)
+    text, source = ((folder / x).read_text(encoding="ascii") for x in ("page.html", name))
+    source = re.sub(r"@(\w+\.js)@\n", lambda place: (folder / place[1]).read_text("ascii"), source)
     parts = r"<style>\n(.*)</style>\n<header>(.*?)</header>\n(.*)<script>\n(.*)</script>\n"
-    groups = re.fullmatch(parts, own, re.DOTALL).groups()  # type: ignore[union-attr]
+    groups = re.fullmatch(parts, source, re.DOTALL).groups()  # type: ignore[union-attr]
     for place, part in zip(("OWN_STYLE", "HEAD", "BODY", "OWN_SCRIPT"), groups, strict=True):
         text = text.replace(f"@{place}@", part)
     for part in ("style", "script"):

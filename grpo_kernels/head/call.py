@@ -292,7 +292,7 @@ def _rounding(x: Tensor, y: Tensor, head: LMHead) -> torch.dtype | None:
     if head.logits_dtype == "fp32":
         return None
     device = x.device.type
-    own = x.dtype if x.dtype == y.dtype else torch.float32
+    result = x.dtype if x.dtype == y.dtype else torch.float32
     if torch.is_autocast_enabled(device):
-        own = torch.get_autocast_dtype(device)
-    return None if own == torch.float32 else own
+        result = torch.get_autocast_dtype(device)
+    return None if result == torch.float32 else result

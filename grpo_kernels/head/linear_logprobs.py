@@ -185,10 +185,10 @@ class _TwoPasses(torch.autograd.Function):
         *tensors, plan = args
         per_token, stored = _first_pass(tensors, plan)
         # Not among the saved tensors, which hooks may copy to another device, slower than a GEMM.
-        ctx.kept = None
-        if plan.grad_mode == GradMode.KEPT_EXPS:
-            ctx.kept, stored = stored, []
-            lend(ctx.kept[0])
+        ctx.saved = None
+        if plan.grad_mode == GradMode.SAVED_EXPS:
+            ctx.saved, stored = stored, []
+            lend(ctx.saved[0])
         ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *stored)
         ctx.plan, ctx.count = plan, len(tensors)
         ctx.set_materialize_grads(False)
@@ -201,9 +201,9 @@ class _TwoPasses(torch.autograd.Function):
         refuse_double_backward("linear_logprobs")
         saved, needs_grad = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
         tensors, forward_values = saved[: ctx.count], saved[ctx.count :]
-        kept, ctx.kept = ctx.kept, ctx.kept if graph_is_retained() else None
+        saved, ctx.saved = ctx.saved, ctx.saved if graph_is_retained() else None
         gradients = _second_pass(
-            tensors, ctx.plan, forward_values, kept, StatGrads(*d_stats), needs_grad
+            tensors, ctx.plan, forward_values, saved, StatGrads(*d_stats), needs_grad
         )
         return *gradients, None
 
@@ -212,7 +212,7 @@ def _first_pass(tensors: Sequence[Tensor], plan: HeadPlan) -> tuple[list[Tensor]
     """Computes the statistics of all rows `[N]`, and further tensors for the second pass.
 
     Statistics are in the order of `plan.stats`, 0 for masked rows. The further tensors are
-    exponentials `[C, V]` of all rows and their sums `[C]` (`GradMode.KEPT_EXPS`); or gradients of
+    exponentials `[C, V]` of all rows and their sums `[C]` (`GradMode.SAVED_EXPS`); or gradients of
     the sum of the log-probs, one per tensor of the terms that needs one; or none.
     """
     N, K, like = len(tensors[0]), plan.spec.targets_per_token, tensors[0]
@@ -232,7 +232,7 @@ def _first_pass(tensors: Sequence[Tensor], plan: HeadPlan) -> tuple[list[Tensor]
                     x[chunk.index] = values
             if grads is not None:
                 head.backward(chunk, grads, StatGrads(torch.ones_like(stats.logps)))
-    if plan.grad_mode == GradMode.KEPT_EXPS:
+    if plan.grad_mode == GradMode.SAVED_EXPS:
         return per_token, [head.readout.exps, head.readout.stats.total]
     return per_token, [] if grads is None else grads.finalize()
 
@@ -241,13 +241,13 @@ def _second_pass(
     tensors: Sequence[Tensor],
     plan: HeadPlan,
     forward_values: Sequence[Any],
-    kept: Sequence[Tensor] | None,
+    saved: Sequence[Tensor] | None,
     d_stats: StatGrads,
     needs_grad: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """Computes the gradients of the terms' tensors from the statistics' gradients.
 
-    `forward_values`, and `kept` exponentials with their sums, are results of `_first_pass`.
+    `forward_values`, and `saved` exponentials with their sums, are results of `_first_pass`.
     """
     size = plan.stats.size()
     stats = plan.stats.of(forward_values[:size], entropy=plan.entropy)
@@ -268,15 +268,15 @@ def _second_pass(
     d_stats = d_stats.each(partial(scaled, scale=scale))
     checks, not_finite = ValueChecks(), None
     gradients: list[Tensor | SplitSum | None] | None = None
-    if kept is not None and only_logps:
+    if saved is not None and only_logps:
         # Kept rows without a gradient are multiplied, too: NaN would reach the weight's gradient.
         not_finite = checks.ask((~(needed | stats.logsumexp.isfinite())).sum())
     second_plan = plan.second_pass(needed, tensors[1], checks)
     # Either two GEMMs over all rows, or three over those with a gradient.
     is_less = 2 * plan.rows.num_rows <= 3 * second_plan.rows.num_rows
     with torch.autocast(needed.device.type, enabled=False):
-        if kept is not None and not_finite is not None and is_less and not_finite.numbers == [0]:
-            gradients = _from_kept(tensors, kept, stats, d_stats, needs_grad, plan)
+        if saved is not None and not_finite is not None and is_less and not_finite.numbers == [0]:
+            gradients = _from_saved_exps(tensors, saved, stats, d_stats, needs_grad, plan)
         if gradients is None:
             gradients = second_plan.run_with_retry(
                 partial(_gradients, tensors, stats, d_stats, needs_grad)
@@ -304,9 +304,9 @@ def _gradients(
     return grads.finalize()
 
 
-def _from_kept(
+def _from_saved_exps(
     tensors: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    saved: Sequence[Tensor],
     stats: TokenStats | PairStats,
     d_stats: StatGrads,
     needs_grad: Sequence[bool],
@@ -316,7 +316,7 @@ def _from_kept(
 
     None if another call has taken their memory, or if too little other memory is free.
     """
-    exps, total = kept
+    exps, total = saved
     (chunk,) = plan.rows.chunks()
     stats = cast(TokenStats, stats).at(chunk.index)._replace(total=total)
     # Without rows it makes no buffers.

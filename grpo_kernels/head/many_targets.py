@@ -56,8 +56,8 @@ class MultiTargetReadout(TargetReadout):
         stats, total = self.stats, d_stats._replace(logps=d_stats.logps.sum(1))
         first = stats._replace(logps=stats.logps[:, 0].contiguous())
         self.grads = RowGrads.of(first, total)
-        own, others = _own_and_others(self.ids, d_stats.logps)
-        d_columns = total.each(lambda x: x[:, None])._replace(logps=own)
+        same, others = _sums_by_id(self.ids, d_stats.logps)
+        d_columns = total.each(lambda x: x[:, None])._replace(logps=same)
         columns = RowGrads.of(_columns(stats), d_columns)
         self.d_targets = columns.d_target - stats.logps.exp() * others
 
@@ -86,7 +86,7 @@ def _columns(stats: TokenStats) -> TokenStats:
     return TokenStats(stats.logps, stats.logsumexp[:, None], entropy)
 
 
-def _own_and_others(ids: Tensor, d_logps: Tensor) -> tuple[Tensor, Tensor]:
+def _sums_by_id(ids: Tensor, d_logps: Tensor) -> tuple[Tensor, Tensor]:
     """The sums of a row's gradients over the targets with the same id, and over the others.
 
     Both are summed directly: one as the row's sum minus the other would lose its digits.
@@ -96,9 +96,9 @@ def _own_and_others(ids: Tensor, d_logps: Tensor) -> tuple[Tensor, Tensor]:
     before = pad(g.cumsum(1), (1, 0))
     after = pad(g.flip(1).cumsum(1), (1, 0)).flip(1)
     begins, ends = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
-    own = before.gather(1, ends) - before.gather(1, begins)
+    same = before.gather(1, ends) - before.gather(1, begins)
     others = before.gather(1, begins) + after.gather(1, ends)
     return (
-        torch.empty_like(d_logps).scatter_(1, order, own.to(d_logps.dtype)),
+        torch.empty_like(d_logps).scatter_(1, order, same.to(d_logps.dtype)),
         torch.empty_like(d_logps).scatter_(1, order, others.to(d_logps.dtype)),
     )

@@ -41,7 +41,7 @@ class GradMode(IntEnum):
     RECOMPUTE = 0  # logits that a second pass makes again; or no gradient is needed
     FROM_EXPS = 1  # exponentials that the forward stores: a factor per row
     FROM_LOGITS = 2  # the forward's logits, by a second sweep over them
-    KEPT_EXPS = 3  # exponentials of all rows, one chunk, which the first of two passes keeps
+    SAVED_EXPS = 3  # exponentials of all rows, one chunk, which the first of two passes keeps
 
     @staticmethod
     def of(
@@ -68,7 +68,7 @@ class GradMode(IntEnum):
         # A batch-invariant call's bits would depend on whether the rows are one chunk; ranks would
         # have to agree on whose memory is still lent.
         may_keep = has_factors and not spec.execution.batch_invariant and call.head.ranks is None
-        return GradMode.KEPT_EXPS if may_keep and not shows_entropy else GradMode.RECOMPUTE
+        return GradMode.SAVED_EXPS if may_keep and not shows_entropy else GradMode.RECOMPUTE
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class HeadPlan:
 
     def chunked_head(self, tensors: Sequence[Tensor]) -> ChunkedHead:
         """The head over the rows of the plan, with the call's `tensors`."""
-        keep_exps = self.grad_mode in (GradMode.FROM_EXPS, GradMode.KEPT_EXPS)
+        keep_exps = self.grad_mode in (GradMode.FROM_EXPS, GradMode.SAVED_EXPS)
         count = 2 * self.spec.num_terms
         readout = self._readout(tensors[count:])
         return ChunkedHead(tensors[:count], self.spec, self.rows, readout, keep_exps=keep_exps)
@@ -147,7 +147,7 @@ class HeadPlan:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             rows, mode = plan.rows.halved(least), plan.grad_mode
-            if mode == GradMode.KEPT_EXPS:
+            if mode == GradMode.SAVED_EXPS:
                 # Rows in several chunks keep no exponentials and need no memory for them.
                 rows, mode = replace(rows, row_bytes=(rows.row_bytes[0], 0)), GradMode.RECOMPUTE
             plan = replace(plan, rows=rows, grad_mode=mode)
@@ -267,7 +267,7 @@ def plan_head(
         spec = replace(spec, targets=local_ids)
     row_bytes = _row_bytes(spec, weight, grad_mode)
     rows = ranks.plan(spec, weight, spec.mask, with_grad, row_bytes)
-    if grad_mode == GradMode.KEPT_EXPS and not rows.is_one_chunk_with_grad:
+    if grad_mode == GradMode.SAVED_EXPS and not rows.is_one_chunk_with_grad:
         grad_mode = GradMode.RECOMPUTE
         rows = rows.resized(weight, _row_bytes(spec, weight, grad_mode), spec.execution.chunk_bytes)
     needs_grad = call.needs_grad()

@@ -213,9 +213,9 @@ class _EntryLogits(torch.autograd.Function):
             for k in terms:
                 x, y = map(_by_rows, tensors[2 * k : 2 * k + 2])
                 if k == 1 and spec.adapter_rounding is not None:
-                    own = torch.zeros_like(z)
-                    backend.entry_dots(x, y, local, own)
-                    z += round_(own, spec.adapter_rounding)
+                    product = torch.zeros_like(z)
+                    backend.entry_dots(x, y, local, product)
+                    z += round_(product, spec.adapter_rounding)
                 else:
                     backend.entry_dots(x, y, local, z)
             round_(z, spec.transform.rounding)

@@ -71,19 +71,19 @@ def token_stats(
         # A sum with a nearly certain target would lose the digits of the others.
         kept = at_place * elsewhere
         rest = row_sums(p.scatter_(1, place, kept))
-        own = (at_place - kept).squeeze(1)
-        # log S relative to the largest exponential; own - largest is 0 if the target's is largest.
-        log_total = (own - largest).add_(rest).div_(largest).log1p_()
+        target_exp = (at_place - kept).squeeze(1)
+        # log S relative to the largest exponential; the difference is 0 if the target's is largest.
+        log_total = (target_exp - largest).add_(rest).div_(largest).log1p_()
         target_logit = target_logit.masked_fill_(elsewhere, -torch.inf).squeeze(1)
         torch.sub(target_logit, log_total, out=out.logps[rows])
         peak = peak.squeeze(1)
         out.logsumexp[rows] = torch.where(peak == -torch.inf, peak, peak + log_total)
         if weighted is not None:
             assert out.entropy is not None
-            out.entropy[rows] = log_total - weighted / (rest + own)
+            out.entropy[rows] = log_total - weighted / (rest + target_exp)
         if exps is not None:
             assert out.total is not None
-            torch.add(rest, own, out=out.total[rows])
+            torch.add(rest, target_exp, out=out.total[rows])
             p.scatter_(1, place, at_place.where(elsewhere, -rest[:, None]))
             if chain is not None:
                 p.mul_(chain)

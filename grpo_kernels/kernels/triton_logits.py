@@ -203,8 +203,8 @@ def token_stats_kernel(
 
     full = V // BLOCK_V * BLOCK_V
     # The begin of the target's block if that is a full block: the last full block takes its turn.
-    own = tl.where(here & (target < full), target // BLOCK_V * BLOCK_V, full)
-    others = tl.where(own < full, full - BLOCK_V, full)
+    target_start = tl.where(here & (target < full), target // BLOCK_V * BLOCK_V, full)
+    others = tl.where(target_start < full, full - BLOCK_V, full)
     rest = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
     out_of_reach = True
@@ -213,7 +213,7 @@ def token_stats_kernel(
         weights = tl.zeros((BLOCK_V,), tl.float32)
         peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
         for i in range(0, others, BLOCK_V):
-            start = tl.where(i == own, others, i)
+            start = tl.where(i == target_start, others, i)
             rests, weights, peaks = _add_block(
                 rests, weights, peaks, row_ptr, exps_row_ptr, start, V, target, anchor,
                 logit_scale, softcap, to_log2,
@@ -222,7 +222,7 @@ def token_stats_kernel(
         # A loop of at most two turns: the addresses of an `if` would take 40 registers during the
         # sweeps.
         for i in range(others, V, BLOCK_V):
-            start = tl.where(i < full, own, i)
+            start = tl.where(i < full, target_start, i)
             rests, weights, peaks = _add_block(
                 rests, weights, peaks, row_ptr, exps_row_ptr, start, V, target, anchor,
                 logit_scale, softcap, to_log2,

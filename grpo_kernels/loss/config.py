@@ -272,11 +272,11 @@ class GRPOLossConfig:
                 isinstance(value, (int, float, str, type(None))) and value == option_field.default
             )
             if unused and not is_default:
-                own = isinstance(self.loss_type, Loss) and option_field.name != "aggregation"
+                instance = isinstance(self.loss_type, Loss) and option_field.name != "aggregation"
                 raise ValueError(
                     f"{option_field.name}={value!r} has no effect with loss_type="
                     f"{self.loss_type!r}: "
-                    + ("set options on the instance" if own else "remove it")
+                    + ("set options on the instance" if instance else "remove it")
                 )
         length = self.max_completion_length
         if length is not None and (type(length) is not int or length < 1):

@@ -148,5 +148,5 @@ def binary_kl(q_logps: Tensor, p_logps: Tensor) -> Tensor:
     q_rest, p_rest = (
         (-torch.expm1(x.clamp(max=0.0))).log().clamp(min=least) for x in (q_logps, p_logps)
     )
-    own = q_logps.exp() * (q_logps - p_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return own + q_rest.exp() * (q_rest - p_rest)
+    token_part = q_logps.exp() * (q_logps - p_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return token_part + q_rest.exp() * (q_rest - p_rest)

@@ -223,8 +223,8 @@ def main(
         functions = _rewards(config, rewards, say)
         by_text = is_correct is answer_is_correct
         check_rewards(functions, problems, str(path), needs_answer=by_text)
-        if by_text and (own := logs.read_json(flags.run / TRAINED_ON)["is_correct"]):
-            say(f"The run counts answers by its own {own}, this command by the library's rule")
+        if by_text and (name := logs.read_json(flags.run / TRAINED_ON)["is_correct"]):
+            say(f"The run counts answers by its own {name}, this command by the library's rule")
         accelerator = ranks.make_accelerator(config)
         tokenizer = load_tokenizer(config)
         model = load_for_inference("model", config.model, config)

@@ -242,8 +242,8 @@ def _counted(policy: Policy, config: TrainingConfig, rows: int, gpu: bool) -> tu
         with backward:
             if hidden.requires_grad:
                 hidden.sum().backward()
-    own = {x.untyped_storage() for x in state.values()}
-    kept_bytes = sum(storage.nbytes() for storage in storages - own)
+    weights = {x.untyped_storage() for x in state.values()}
+    kept_bytes = sum(storage.nbytes() for storage in storages - weights)
     return kept_bytes, forward.get_total_flops(), backward.get_total_flops()
 
 

@@ -118,7 +118,7 @@ kernels/triton_divergences.py: test_two_heads
         -> tl.where(p > 0.0, p * (log_pm - mean), 0.0)
     _forward_moment: -p * (expm1(-d) + mean) -> -p * expm1(-d)
 kernels/triton_logits.py: test_logits
-    token_stats_kernel: tl.where(i == own, others, i) -> i
+    token_stats_kernel: tl.where(i == target_start, others, i) -> i
 kernels/triton_logits.py: test_batch_invariant
     _sum: if INVARIANT -> if False
 kernels/triton_logits.py: ptx/test_real_sizes

@@ -25,7 +25,7 @@ def write(
 ) -> None:
     """Writes `about.json` in the folder of a run with these options."""
     values = {
-        "defaults": config.default_json(), "versions": dict(versions), "metrics": metrics.own(),
+        "defaults": config.default_json(), "versions": dict(versions), "metrics": metrics.by_user(),
     }  # fmt: skip
     logs.write_json(folder / "about.json", values)
 

@@ -71,11 +71,11 @@ class Interruptions:
         `error`: this process's, a `StepError` or out of memory. `may_stop`: nothing is lost if the
         step ends here; else a signal waits.
         """
-        own = error if isinstance(error, StepError) else None
-        met = 2 if own is not None else int(error is not None)
+        step_error = error if isinstance(error, StepError) else None
+        met = 2 if step_error is not None else int(error is not None)
         worst, number = ranks.largest(self.accelerator, [met, self.signal])
         if worst == 2:
-            raise own or StepError("another process failed, with the error that it prints")
+            raise step_error or StepError("another process failed, with the error that it prints")
         if worst == 1:
             raise OutOfMemory
         if number and may_stop:

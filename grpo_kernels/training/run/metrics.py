@@ -122,10 +122,10 @@ class Metrics:
                 values.setdefault(name, []).append(value)
         return {name: self._merged(name, x) for name, x in values.items()}
 
-    def own(self) -> dict[str, dict[str, str | None]]:
+    def by_user(self) -> dict[str, dict[str, str | None]]:
         """Returns the chart and the unit of each metric that the user registered, by name."""
-        own = (metric for name, metric in self._metrics.items() if name not in _LIBRARY)
-        return {metric.name: {"chart": metric.chart, "unit": metric.unit} for metric in own}
+        registered = (metric for name, metric in self._metrics.items() if name not in _LIBRARY)
+        return {metric.name: {"chart": metric.chart, "unit": metric.unit} for metric in registered}
 
     def _merge_of(self, name: str) -> str:
         return self._metrics[name].merge if name in self._metrics else "mean"

@@ -70,8 +70,8 @@ class Run:
         self.first_gap: float | None = None  # to the sampler's log-probs, in the first step
         path = checkpoint.latest(config.folder) if config.resume else None
         if path is not None:
-            own = ranks.reduce(accelerator, inputs, itemgetter(0))
-            checkpoint.check_inputs(checkpoint.state_of(path), own)
+            main_inputs = ranks.reduce(accelerator, inputs, itemgetter(0))
+            checkpoint.check_inputs(checkpoint.state_of(path), main_inputs)
 
     def seed_of(self, what: str) -> int:
         """The seed of draws for `what`, different in every step and process."""
