@@ -69,7 +69,7 @@ LOGPS_TOLERANCE = 1e-4
 _head_arguments = itemgetter("hidden", "weight", "targets", "mask")
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Returns the installed version of a package, None if there is none."""
     # vLLM's build for CPUs is a distribution of its own.
     for name in (package, f"{package}-cpu"):
@@ -80,7 +80,7 @@ def installed(package: str) -> str | None:
 
 def check_package(package: Package) -> tuple[str, str | None]:
     """Returns a line of the table, and the fault of the installed version or None."""
-    version = installed(package.name)
+    version = installed_version(package.name)
     if version is None and package.name == "torch":
         version = torch.__version__  # built from source, without metadata
     line = (
@@ -261,7 +261,7 @@ def print_verdict(packages: list[str], calls: list[str]) -> None:
         print("  Please report this, with all of the output.")
     if kinds == ["cpu"]:
         print("  No GPU was found: the library runs on the CPU, with torch operations.")
-    absent = [x for x in PACKAGES[1:] if x.versions and installed(x.name) is None]
+    absent = [x for x in PACKAGES[1:] if x.versions and installed_version(x.name) is None]
     if absent:
         print("  Not installed, and needed only for what is named:")
     for package in absent:

@@ -44,11 +44,11 @@ class RowPlan:
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
-        for rows, needs_grad in self.parts():
+        for rows, needs_grad in self.chunk_slices():
             index = rows if self.order is None else self.order[rows]
             yield Chunk(index, rows.stop - rows.start, needs_grad)
 
-    def parts(self) -> Iterator[tuple[slice, bool]]:
+    def chunk_slices(self) -> Iterator[tuple[slice, bool]]:
         """The chunks as slices of `order`, and whether they need a gradient."""
         for rows in even_slices(0, self.num_grad_rows, self.max_chunk_rows):
             yield rows, True
@@ -62,7 +62,7 @@ class RowPlan:
 
     def largest_of(self, *, needs_grad: bool) -> int:
         """The rows of the largest chunk of rows with a gradient, or without."""
-        sizes = (rows.stop - rows.start for rows, x in self.parts() if x == needs_grad)
+        sizes = (rows.stop - rows.start for rows, x in self.chunk_slices() if x == needs_grad)
         return max(sizes, default=0)
 
     @property

@@ -34,7 +34,7 @@ from ..head.lm_head import LMHead, Reference
 from ..loss.advantages import apply_is_weights
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import flat_fields
-from .patching import Patch, check_options, check_version
+from .patching import Patch, check_head_options, check_version
 
 _NAME = "LigerFusedLinearGRPOLoss"
 _LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -88,7 +88,7 @@ class FusedLinearGRPOLoss(nn.Module):
     def __post_init__(self) -> None:
         super().__init__()
         temperature, logits_dtype = self.temperature, self.logits_dtype
-        check_options(self.execution, temperature=temperature, logits_dtype=logits_dtype)
+        check_head_options(self.execution, temperature=temperature, logits_dtype=logits_dtype)
         self._config()  # refuses now what the calls would refuse
 
     def forward(

@@ -79,7 +79,7 @@ def check_version(package: str, oldest: str, before: str | None = None) -> None:
         raise ImportError(f"expected {requirement}; got {got}: pip install '{requirement}'")
 
 
-def check_options(execution: Execution, **head_options: Any) -> None:
+def check_head_options(execution: Execution, **head_options: Any) -> None:
     """Checks options of later calls over heads, now; `head_options` are of `LMHead`.
 
     Raises:

@@ -49,7 +49,7 @@ from .hf_head import (
     register_with_zero3,
     reshard_head,
 )
-from .patching import check_options
+from .patching import check_head_options
 
 if TYPE_CHECKING:
     from ..explain import Explanation
@@ -264,7 +264,7 @@ def attach_fused_head(
             or logits that are not such a linear layer.
     """
     options = {"temperature": temperature, "logits_dtype": logits_dtype}
-    check_options(execution, **options)
+    check_head_options(execution, **options)
     if is_prompt_learning(model):
         raise ValueError(
             "model: expected adapters inside the layers (such as LoRA), or none; got PEFT's "

@@ -80,7 +80,7 @@ def evaluate(
         batch = deepcopy(local[start : start + size])  # which observers may change
         some = [problem for problem in batch for _ in range(count)]
         completions = sampler(batch, count, temperature, length=length)
-        judged = judge(accelerator, rewards, is_correct, some, None, **sampler.written(completions))
+        judged = judge(accelerator, rewards, is_correct, some, None, **sampler.decoded(completions))
         late += judged.timed_out
         totals = weighted_sum(judged.rewards, config.reward_weights).tolist()
         for i, problem in enumerate(some):

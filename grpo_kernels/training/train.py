@@ -250,7 +250,7 @@ class Trainer:
         judged = judge(
             self.accelerator, self.rewards, self.is_correct if self.has_answers else None,
             [problem for problem in copies for _ in range(config.num_generations)], self.metrics,
-            **self.sampler.written(completions),
+            **self.sampler.decoded(completions),
         )  # fmt: skip
         total = weighted_sum(judged.rewards, config.reward_weights)
         return samples_of(

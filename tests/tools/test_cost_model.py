@@ -44,7 +44,7 @@ def test_gemms_are_three_and_no_method_is_faster_than_what_it_computes():
 
 def test_a_card_of_24_gb_plans_with_its_own_budget():
     large, small = (gpu_costs.plan_of(DEVICES[x], 16_384, 151_936) for x in ("H100", "RTX 4090"))
-    assert len([*small.parts()]) > len([*large.parts()])
+    assert len([*small.chunk_slices()]) > len([*large.chunk_slices()])
 
 
 def test_two_passes_keep_the_exponentials_of_one_chunk():

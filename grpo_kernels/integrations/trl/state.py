@@ -11,7 +11,7 @@ from torch import Tensor
 from ...base.checks import check_bool
 from ...head.execution import Execution
 from ...loss.losses import Loss
-from ..patching import check_options
+from ..patching import check_head_options
 
 # A loss that is not given by name.
 OwnLossType = Loss | Callable[[Any], Tensor]
@@ -32,7 +32,7 @@ class Options:
     zero_equal_groups: bool = True
 
     def __post_init__(self) -> None:
-        check_options(self.execution, logits_dtype=self.logits_dtype)
+        check_head_options(self.execution, logits_dtype=self.logits_dtype)
         for option in fields(self):
             if isinstance(option.default, bool):
                 check_bool(option.name, getattr(self, option.name))

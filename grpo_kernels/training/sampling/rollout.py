@@ -179,7 +179,7 @@ class Sampler:
                 check_completion(name, one, self.vocabulary, sampling.max_new_tokens)
         return done
 
-    def written(self, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+    def decoded(self, completions: Sequence[Completion]) -> dict[str, list[Any]]:
         """The keyword arguments of `judge` for these completions."""
         texts = transcripts = self.texts(completions)
         if any(c.sampled is not None for c in completions):
