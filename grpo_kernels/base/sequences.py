@@ -14,7 +14,6 @@ from .checks import INTEGERS, as_number, check_tensor, suggests_names
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Dtypes that `gather_tokens` takes.
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64,

@@ -63,9 +63,6 @@ def to_mixture(d, beta):
     return tl.where(above, log_ratio, log_ratio + d), tl.where(above, log_ratio - d, log_ratio)
 
 
-# The reverse KL
-
-
 @triton.jit
 def _reverse_addend(p, q, d, beta):
     return kl_addend(p, q, d)
@@ -75,9 +72,6 @@ def _reverse_addend(p, q, d, beta):
 def _reverse_moment(p, q, d, mean, beta):
     # d is inf where only the reference's probability is 0: avoids inf - inf.
     return tl.where(p == 0.0, 0.0, tl.where(d == float("inf"), d, p * (d - mean)))
-
-
-# The forward KL
 
 
 @triton.jit
@@ -90,9 +84,6 @@ def _forward_addend(p, q, d, beta):
 @triton.jit
 def _forward_moment(p, q, d, mean, beta):
     return tl.where(tl.abs(d) < small(), -p * (expm1(-d) + mean), p - q - p * mean)
-
-
-# The generalised Jensen-Shannon divergence
 
 
 @triton.jit

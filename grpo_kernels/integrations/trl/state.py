@@ -13,7 +13,6 @@ from ...head.execution import Execution
 from ...loss.losses import Loss
 from ..patching import check_head_options
 
-# A loss that is not given by name.
 OwnLossType = Loss | Callable[[Any], Tensor]
 _ATTRIBUTE = "_grpo_kernels"
 
