@@ -60,9 +60,9 @@ def group_advantages(
     A group whose rewards are all equal, as in a group of one, gets exactly 0.
 
     Args:
-        rewards: `[B]`, or `[B, R]` for R reward functions. NaN where a function did not apply: the
-            completion's sum excludes it. If none applied, every mean and std excludes the
-            completion, and its advantage is 0.
+        rewards: `[B]`, or `[B, R]` for R reward functions. NaN if a function did not apply: it is
+            left out of the completion's sum. If none applied, the completion is left out of every
+            mean and std, and its advantage is 0.
         groups: the size of all groups, whose completions are consecutive; or `[B]`, the integer id
             of each completion's group, in any order, for groups of any size.
         scale: the divisor of the difference to the group's mean: `"group"` (std of the group),
