@@ -212,7 +212,7 @@ def eager(s: Step) -> dict[str, float]:
 def exact(s: Step) -> dict[str, float]:
     """Strips of float32 logits; one sweep leaves statistics and X = e^(z - a) in bf16."""
     plan = plan_of(s.d, s.N, s.V)
-    chunks = len([*plan.parts()])
+    chunks = len([*plan.chunk_slices()])
     s.logits(plan.logit_rows, 4)
     s.sweep("sweep", 6, "one sweep")
     s.gradients(plan.largest_chunk, 2 if chunks == 1 else 4)
@@ -240,7 +240,7 @@ def scoring(s: Step) -> dict[str, float]:
 def two_passes(s: Step) -> dict[str, float]:
     """Log-probs, then a loss over them: X is kept if one chunk has all rows, else made again."""
     plan = plan_of(s.d, s.N, s.V)
-    if len([*plan.parts()]) > 1:
+    if len([*plan.chunk_slices()]) > 1:
         return exact_two_sweeps(s, again=True)
     s.logits(plan.logit_rows, 4)
     s.sweep("sweep", 6, "one sweep")

@@ -64,7 +64,7 @@ def trl(options: Sequence[str], steps: int) -> list[dict[str, float]]:
     from trl import GRPOConfig, GRPOTrainer
 
     from grpo_kernels.training.problems.rewards import resolve_rewards
-    from grpo_kernels.training.run.schedule import place_of
+    from grpo_kernels.training.run.schedule import index_at_turn
 
     rows: list[dict[str, float]] = []
 
@@ -86,7 +86,7 @@ def trl(options: Sequence[str], steps: int) -> list[dict[str, float]]:
         model, tokenizer = load_model(config)
         problems, _ = load_problems(config)
         num_prompts = config.prompts_per_step * steps
-        order = [place_of(turn, len(problems), config.seed) for turn in range(num_prompts)]
+        order = [index_at_turn(turn, len(problems), config.seed) for turn in range(num_prompts)]
         columns = [{k: problems[i][k] for k in ("prompt", "answer")} for i in order]
 
         def reward(name: str) -> Any:

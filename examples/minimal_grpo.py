@@ -39,7 +39,7 @@ UPDATES = 2  # optimizer steps per rollout
 
 
 def reward(text: str, total: int) -> float:
-    """0.2 per tag, 0.1 for a number between them, 0.5 for the right one."""
+    """0.2 per tag, 0.1 for a number between them, 0.5 for the right number."""
     tags = sum(text.count(tag) == 1 for tag in ("<answer>", "</answer>"))
     number = re.match(r"\s*<answer>\s*(\d+)\s*</answer>", text)
     correct = number is not None and int(number[1]) == total
@@ -77,13 +77,13 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     config = GRPOLossConfig(epsilon=0.2)
     eos = model.generation_config.eos_token_id  # one, several, or None
     eos = [*{tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}]
-    # The model's own may have a temperature and penalties, with which another policy would sample.
+    # The model's config may have a temperature and penalties, with which another policy samples.
     model.generation_config = GenerationConfig(do_sample=True, top_k=0, eos_token_id=eos)
     history: list[float] = []
 
     for step in range(1, args.steps + 1):
         start = time.perf_counter()
-        # 1. Sample a group of completions per prompt, from the policy as it is now.
+        # 1. Sample a group of completions per prompt, from the current policy.
         pairs = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(PROMPTS)]
         pairs = [pair for pair in pairs for _ in range(GROUP)]
         prompts = tokenizer([PROMPT.format(*x) for x in pairs], return_tensors="pt", padding=True)
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         rewards = torch.tensor([reward(t, a + b) for t, (a, b) in zip(texts, pairs, strict=True)])
         advantages = group_advantages(rewards, GROUP).to(device)  # [B]
 
-        # 3. Keep the log-probs under the policy that sampled, with which ratios compare.
+        # 3. Store the log-probs under the policy that sampled, the ratios' denominators.
         with torch.no_grad():
             states = completion_states(model, ids, attention, tokens.shape[1])
             old_logps = linear_logprobs(states, head, tokens, mask=mask).logps  # [B, T]

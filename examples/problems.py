@@ -34,7 +34,7 @@ def addition(
     """Rewards an answer and nothing else: 0.2 per tag, 0.1 for a number, 0.5 for the right one.
 
     A tag that appears exactly once counts anywhere; the number counts only at the beginning, so
-    that of several guesses the first alone is worth something.
+    only the first of several guesses counts.
     """
     rewards = []
     for text, right in zip(completions, answer, strict=True):
@@ -68,7 +68,7 @@ def score(
     prompts: Sequence[Any], completions: Sequence[Any], task: Sequence[str],
     entry: Sequence[Mapping[str, Any]], **_: Any,
 ) -> list[float]:  # fmt: skip
-    """Twice the score, 0 to 1, that a reasoning-gym task's own judge gives the tagged answer."""
+    """Twice the score, 0 to 1, that reasoning-gym gives the tagged answer."""
     from reasoning_gym import get_score_answer_fn
 
     given = [extract_answer(as_text(completion)) for completion in completions]

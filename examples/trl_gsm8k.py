@@ -4,8 +4,8 @@ r"""GSM8K, or word problems like it, with TRL's trainer and this library's head.
     python examples/trl_gsm8k.py [--max_steps 4]                               (offline)
     python examples/trl_gsm8k.py --config examples/configs/trl/qwen2.5-1.5b-lora-24gb-vllm.yaml
 
-Everything is TRL's except the class of the trainer (with `--stock` that is TRL's, too). A recipe
-holds options of TRL's `GRPOConfig` and `ModelConfig`, and those below; flags override it.
+Everything is TRL's except the class of the trainer (with `--stock` the class is, too). A recipe
+holds options of TRL's `GRPOConfig`, of `ModelConfig` and of `Problems`; flags override it.
 `examples/configs/trl/` has recipes for one card, for two and for eight.
 """
 

@@ -1,6 +1,6 @@
 """Word problems in GSM8K's shape from templates, for machines without its data.
 
-`--dataset examples.word_problems:easy` has those of one step, `:all_levels` those of two as well.
+`--dataset examples.word_problems:easy` has problems of one step, `:all_levels` of one and two.
 
 A template is a level, a text, and steps: `a + b`, then perhaps `_ * c`, with `_` for the number
 before. Numbers a, b, c are drawn; `p` is a times b, for problems that divide. A worked solution
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from grpo_kernels.training import Problem, TrainingConfig, problem_of
 
 LEVELS = (1, 2, 3)
-# Of problems that are held out: of templates that are trained on, or of others.
+# Held-out problems are of templates that are trained on, or of others.
 KINDS = ("seen template", "new template")
-# A small model follows examples rather than instructions: one with two steps, and one of each kind
-# that it does not show.
+# A small model follows examples rather than instructions: one example has two steps, the others
+# show one of the remaining kinds each.
 PROMPT = (
     "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
     "<think>4 * 6 = 24, 24 - 5 = 19</think><answer>19</answer>\n\n"
@@ -178,9 +178,9 @@ def word_problems(
     """Different problems, the same for every call with the same arguments.
 
     Args:
-        count: how many.
+        count: number of problems.
         seed: of the draws.
-        levels: those that problems are of, equally often.
+        levels: levels of the problems, equally often.
         held_out: None for problems to train on, or one of `KINDS`; "seen template" has numbers
             that are never trained on together.
 
@@ -229,7 +229,7 @@ def _problem(place: int, draw: random.Random, held_out: str | None) -> dict[str,
 
 
 def _kept_apart(a: int, b: int, c: int) -> bool:
-    """Tells if numbers are held out: a fifth are, and 4 and 3 are if 3 and 4 are."""
+    """True for numbers that are held out, a fifth, in either order of the first two."""
     return (a * b + a + b + 3 * c) % 5 == 0
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from . import GRPOLossConfig, __version__, reference
-from .base.checks import name_of, version_numbers
+from .base.checks import dtype_name, version_numbers
 from .fused_grpo_loss import fused_grpo_loss
 from .head.budget import gpu
 from .head.linear_logprobs import linear_logprobs
@@ -45,7 +45,7 @@ class Package(NamedTuple):
         return f"pip install '{self.name}{self.versions}'"
 
 
-# The versions are those of pyproject.toml.
+# Versions as in pyproject.toml.
 PACKAGES = (
     Package("torch", ">=2.10", "everything"),
     Package("triton", ">=3.6", "kernels on a GPU"),
@@ -60,16 +60,16 @@ PACKAGES = (
     Package("liger-kernel", "", "comparisons only; FusedLinearGRPOLoss works without it"),
 )
 CALLS = ("one pass", "two passes", "support", "exact KL")
-# Allowed errors, those of the tests: relative for gradients, absolute for log-probs.
+# Allowed errors, as in the tests: relative for gradients, absolute for log-probs.
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.5e-3, torch.float16: 2.5e-3}
 # On CUDA the gradient of the logits is rounded to bf16, too.
 CUDA_BF16_TOLERANCE = 6e-3
 LOGPS_TOLERANCE = 1e-4
-# What a call over a head takes, of a batch.
+# The arguments of a call over a head, from a batch.
 _head_arguments = itemgetter("hidden", "weight", "targets", "mask")
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Returns the installed version of a package, None if there is none."""
     # vLLM's build for CPUs is a distribution of its own.
     for name in (package, f"{package}-cpu"):
@@ -79,8 +79,8 @@ def installed(package: str) -> str | None:
 
 
 def check_package(package: Package) -> tuple[str, str | None]:
-    """Returns a line of the table, and what is wrong with the installed version or None."""
-    version = installed(package.name)
+    """Returns a line of the table, and the fault of the installed version or None."""
+    version = installed_version(package.name)
     if version is None and package.name == "torch":
         version = torch.__version__  # built from source, without metadata
     line = (
@@ -117,7 +117,7 @@ def half_precision(device: torch.device) -> str:
 
 
 def backend_of(device: torch.device) -> str:
-    """Returns the backend that runs on the device, and why if it is not Triton."""
+    """Returns the backend that runs on the device, with the reason if it is not Triton."""
     if select_backend("auto", device).policy_loss is not None:
         return "triton"
     if device.type == "cpu":
@@ -157,7 +157,7 @@ def make_support(batch: dict[str, Tensor]) -> Support:
     position = torch.arange(len(targets), device=targets.device)
     counts = position % 9 * batch["mask"].reshape(-1)
     steps = torch.arange(8, device=targets.device)
-    # The target's neighbours by steps of 31, of which the vocabulary's size is no multiple.
+    # The target's neighbours by steps of 31; V is no multiple of it.
     ids = (targets[:, None] + 31 * (steps - position[:, None] % 3 * (counts[:, None] > 2))) % V
     token_ids = ids[steps < counts[:, None]]
     return Support(token_ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
@@ -215,8 +215,8 @@ def _run(call: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, T
 
 
 def check_call(call: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str | None]:
-    """Returns a line of the table, and what is wrong with the results or None."""
-    label = f"{device.type:8}{name_of(dtype):10}{call:12}"
+    """Returns a line of the table, and the fault of the results or None."""
+    label = f"{device.type:8}{dtype_name(dtype):10}{call:12}"
     try:
         errors = measure_errors(call, dtype, device)
     except Exception as error:  # a compiler that is missing, for example
@@ -238,7 +238,7 @@ def check_call(call: str, dtype: torch.dtype, device: torch.device) -> tuple[str
 
 
 def _report(results: Iterator[tuple[str, str | None]]) -> list[str]:
-    """Prints the lines as they come; returns what is wrong."""
+    """Prints the lines as they come; returns the faults."""
     problems = []
     for line, problem in results:
         print(line, flush=True)
@@ -261,7 +261,7 @@ def print_verdict(packages: list[str], calls: list[str]) -> None:
         print("  Please report this, with all of the output.")
     if kinds == ["cpu"]:
         print("  No GPU was found: the library runs on the CPU, with torch operations.")
-    absent = [x for x in PACKAGES[1:] if x.versions and installed(x.name) is None]
+    absent = [x for x in PACKAGES[1:] if x.versions and installed_version(x.name) is None]
     if absent:
         print("  Not installed, and needed only for what is named:")
     for package in absent:

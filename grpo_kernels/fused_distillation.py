@@ -7,8 +7,7 @@
         D       = dL/dZ                         on the memory of Z
         dh, dW += D W, D^T h                    GEMMs 3 and 4, dW accumulated in float32
 
-The weight of a token in the loss is a constant. Its gradient is known as soon as its logits are:
-one pass.
+The weight of a token in the loss is a constant, so its gradient follows from its logits: one pass.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from torch import Tensor
 from .base.autograd import (
     eager_under_compile,
     float16_scale,
-    keep_gradients,
-    kept_gradients,
+    save_gradients,
+    saved_gradients,
     scaled,
 )
-from .base.checks import names_are_answered
+from .base.checks import suggests_names
 from .base.outputs import DistillationOutput, Metrics
 from .head.call import head_call
 from .head.execution import Execution
@@ -42,7 +41,7 @@ METRICS = ("tokens", "divergence", "entropy", "ref_entropy", "agreement", "diver
 
 
 @eager_under_compile
-@names_are_answered
+@suggests_names
 def fused_distillation_loss(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -78,7 +77,7 @@ def fused_distillation_loss(
             by `beta` goes to the forward KL; as it goes to 1, the loss divided by `1 - beta` goes
             to the reverse KL.
         num_items: denominator of the loss, a number > 0 or 0-d tensor: the unmasked tokens of the
-            optimizer step. None: those of this call.
+            optimizer step. None: the count of this call.
         execution: backend, memory and reproducibility.
 
     Returns:
@@ -120,7 +119,7 @@ def fused_distillation_loss(
         entropy=True,
         loss_settings={"kind": list(DIVERGENCES).index(kind), "beta": float(beta)},
     )
-    loss, values = plan.run(partial(_Distillation.apply, *call.tensors, weight))
+    loss, values = plan.run_with_retry(partial(_Distillation.apply, *call.tensors, weight))
     stats = PairStats(values)
     # Copies for the metrics, as the caller may change its mask and the result in place.
     mask = None if spec.mask is None else spec.mask.clone()
@@ -158,10 +157,10 @@ class _Distillation(torch.autograd.Function):
                     head.backward(
                         chunk, grads, StatGrads(divergence=d.contiguous())
                     )  # GEMMs 3 and 4
-        keep_gradients(ctx, tensors, scale, grads.finalize())
+        save_gradients(ctx, tensors, scale, grads.finalize())
         ctx.mark_non_differentiable(values)
         return weight * PairStats(values).divergence.sum(), values
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return (*kept_gradients(ctx, d_loss, "fused_distillation_loss"), *[None] * 2)
+        return (*saved_gradients(ctx, d_loss, "fused_distillation_loss"), *[None] * 2)

@@ -18,11 +18,11 @@ entropy or by an exact KL, or the GEMMs take float16, a second sweep makes it: `
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. In
 float16 they are computed and stored `scale` times as large, a power of two.
 
-A reference has its log-probs taken before, or with an exact KL a strip of logits beside the
-policy's (`head/two_heads.py`).
+A reference's log-probs are computed before; with an exact KL, its logits together with the
+policy's, strip by strip (`head/two_heads.py`).
 
-For other objectives the log-probs are taken first, by the two passes of
-`linear_logprobs`, and the loss over them is differentiated.
+For other objectives `linear_logprobs` makes the log-probs first, in two passes, and the loss over
+them is differentiated.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from torch import Tensor
 from .base.autograd import (
     eager_under_compile,
     float16_scale,
-    keep_gradients,
-    kept_gradients,
+    save_gradients,
+    saved_gradients,
     scaled,
 )
-from .base.checks import names_are_answered
+from .base.checks import suggests_names
 from .base.outputs import GRPOLossOutput
 from .head.call import head_call
 from .head.execution import Execution
@@ -52,14 +52,14 @@ from .kernels import StatGrads
 from .kernels.divergences import ReverseKL
 from .loss.config import GRPOLossConfig
 from .loss.grpo_loss import d_kl, flat_loss, policy_loss_and_grads
-from .loss.inputs import loss_inputs, rows_of_loss
+from .loss.inputs import loss_inputs, tokens_in_loss
 from .loss.metrics import metrics_of_call
 from .loss.objective import token_local
 from .loss.tokens import Tokens
 
 
 @eager_under_compile
-@names_are_answered
+@suggests_names
 def fused_grpo_loss(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -128,8 +128,7 @@ def fused_grpo_loss(
     Returns:
         `loss`: float32 scalar.
         `metrics`: 0-d device tensors, means over unmasked tokens, computed when first read; reading
-            a value synchronizes (`docs/objectives.md` lists them, `docs/support.md` those of a
-            support).
+            a value synchronizes. `docs/objectives.md` lists them, `docs/support.md` a support's.
         `logps`, `entropy`: float32 in the shape of `targets`, detached (`linear_logprobs` has
             differentiable ones); 0 where masked without a weight in `ce_weights`.
         `ref_logps`, `kl`: the reference's log-probs or the exact KL to it, same shape; None without
@@ -146,7 +145,7 @@ def fused_grpo_loss(
 
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
-    rows = rows_of_loss(mask, ce_weights, hidden)
+    rows = tokens_in_loss(mask, ce_weights, hidden)
     call = head_call(hidden, local_head(head), targets, rows, cu_seqlens, execution)
     spec, other = call.spec, None
     if reference is not None:
@@ -183,10 +182,10 @@ def fused_grpo_loss(
         },
     )
     if other is not None and not config.exact_kl:
-        tokens = replace(tokens, ref_logps=plan.run(partial(reference_logps, other)))
+        tokens = replace(tokens, ref_logps=plan.run_with_retry(partial(reference_logps, other)))
     if one_pass:
         run = partial(_OnePass.apply, *call.tensors, config, tokens)
-        loss, logps, entropy, kl, *d_outputs = plan.run(run)
+        loss, logps, entropy, kl, *d_outputs = plan.run_with_retry(run)
         tokens = tokens if kl is None else replace(tokens, kl=kl)
         metrics = metrics_of_call(config, tokens, logps, entropy, *d_outputs)
     else:
@@ -207,8 +206,8 @@ def fused_grpo_loss(
 class _OnePass(torch.autograd.Function):
     """The loop over chunks, of a token-local objective.
 
-    Returns the loss; per token, detached, log-probs, entropy, the exact KL and the loss's gradient
-    by the first two, which are None where not computed.
+    Returns the loss; per token, detached, log-probs, entropy, the exact KL and the loss's gradients
+    by log-probs and entropy; None for what is not computed.
     """
 
     @staticmethod
@@ -252,7 +251,7 @@ class _OnePass(torch.autograd.Function):
                 if d_stats.entropy is not None:
                     d_entropy[index] = d_stats.entropy
                 head.backward(chunk, grads, d_stats)  # GEMMs 2 and 3
-        keep_gradients(ctx, tensors, scale, grads.finalize())
+        save_gradients(ctx, tensors, scale, grads.finalize())
         d_outputs = [d_logps if any_grad else None, d_entropy if entropy_has_grad else None]
         if loss is None:
             loss = logps.new_zeros(())
@@ -262,7 +261,7 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return (*kept_gradients(ctx, d_loss, "fused_grpo_loss"), *[None] * 3)
+        return (*saved_gradients(ctx, d_loss, "fused_grpo_loss"), *[None] * 3)
 
 
 def _largest_weight(config: GRPOLossConfig, tokens: Tokens) -> Tensor:

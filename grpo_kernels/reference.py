@@ -1,8 +1,7 @@
 """The slow truth: every public call in straight-line PyTorch, in any dtype up to float64.
 
-Logits are materialised, gradients are autograd's, nothing is skipped. The dtype of the first
-argument decides that of all arithmetic and of every result. Arguments mean what they mean in the
-fast calls; of them, only shapes are checked.
+Logits are materialized, gradients are autograd's, nothing is skipped. All arithmetic and results
+have the dtype of the first argument. Arguments are as in the fast calls; only shapes are checked.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .base.outputs import GRPOLossOutput, LogprobOutput
 from .head.lm_head import LMHead, Reference, Support
 from .loss.config import GRPOLossConfig
 from .loss.distillation import divergence_addends, make_divergence
-from .loss.inputs import check_entropy_given, loss_inputs, rows_of_loss
+from .loss.inputs import check_has_entropy, loss_inputs, tokens_in_loss
 from .loss.metrics import loss_metrics
 from .loss.objective import policy_objective, tokens_of
 
@@ -29,10 +28,10 @@ def linear_logits(
 ) -> Tensor:
     """`softcap(logit_scale * (hidden @ weight.T + low_rank + bias)) / temperature`, `[..., V]`.
 
-    `rounded_to`: what each step is rounded to, as in a model of that dtype: the product with the
-    weight and the bias, that of `low_rank`, their sum, the product with the scale, and the
-    softcap's quotient, tanh and product. Gradients are those without a rounding. A raw logit of
-    -inf stays -inf.
+    `rounded_to`: the dtype to which each step is rounded, as in a model of that dtype: the product
+    with the weight and the bias, the product of `low_rank`, their sum, the product with the scale,
+    and the softcap's quotient, tanh and product. Gradients ignore the rounding. A raw logit of -inf
+    stays -inf.
     """
     head = LMHead.of(head)
     raw = hidden @ head.weight.to(hidden.dtype).T
@@ -63,7 +62,7 @@ def linear_logits(
 
 
 def _with_values(x: Tensor, values: Tensor) -> Tensor:
-    """`values` where x is finite, through which gradients pass to x."""
+    """`values` where x is finite, with gradients that pass to x unchanged."""
     return x + torch.where(x.isfinite(), values - x, 0.0).detach()
 
 
@@ -76,7 +75,7 @@ def selective_log_softmax(
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """`logits.log_softmax(-1)`, whose largest entry keeps the digits of 1 - p."""
+    """`logits.log_softmax(-1)`, with the digits of 1 - p in the largest entry."""
     peak, place = logits.max(-1, keepdim=True)
     others = (logits - peak).exp().scatter(-1, place, 0.0).sum(-1, keepdim=True)
     return logits.log_softmax(-1).scatter(-1, place, -others.log1p())
@@ -118,7 +117,7 @@ def linear_logprobs(
         logits = logits.masked_fill(~in_set, -torch.inf)
     log_p = _log_softmax(logits)
     logps = log_p.gather(-1, each).masked_fill(~active.unsqueeze(-1), 0.0)
-    # p log p is 0 where p is: an entry of logit -inf adds nothing.
+    # p log p is 0 where p is 0: a logit of -inf adds nothing.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
     others = [x.masked_fill(~active, 0.0) for x in (entropy, logits.logsumexp(-1))]
@@ -149,7 +148,7 @@ def grpo_loss(
 ) -> GRPOLossOutput:
     """`grpo_kernels.loss.objective` over all tokens at once, differentiated by autograd.
 
-    `kl`: the exact one of each token.
+    `kl`: the exact KL of each token.
     """
     checks = ValueChecks()
     layout = Layout.of("logps", logps, cu_seqlens, checks)
@@ -170,7 +169,7 @@ def grpo_loss(
     checks.read()
     if kl is not None:
         tokens = replace(tokens, kl=kl.reshape(-1))
-    check_entropy_given(config, entropy)
+    check_has_entropy(config, entropy)
     flat = logps.reshape(-1)
     flat_entropy = None if entropy is None else entropy.reshape(-1)
     loss = policy_objective(config, tokens_of(config, tokens, flat, flat_entropy))
@@ -211,7 +210,7 @@ def fused_grpo_loss(
     **loss_args: Any,
 ) -> GRPOLossOutput:
     """`linear_logprobs` and `divergence`, then `grpo_loss`, which takes `loss_args`."""
-    scored, ref_logps = rows_of_loss(mask, ce_weights, hidden), None
+    scored, ref_logps = tokens_in_loss(mask, ce_weights, hidden), None
     out = linear_logprobs(hidden, head, targets, scored, support=support, rounded_to=rounded_to)
     if reference is not None:
         if loss_args.get("config", GRPOLossConfig()).exact_kl:
@@ -252,8 +251,7 @@ def divergence(
 
 
 def _masked(hidden: Tensor, head: LMHead, active: Tensor) -> tuple[Tensor, LMHead]:
-    """The states and the head, with nothing left at masked positions, which may hold anything."""
-    # They must not reach a sum, even as NaN times 0.
+    """The states and the head with zeros at masked positions, which may hold NaN."""
     hidden = hidden.masked_fill(~active.unsqueeze(-1), 0.0)
     if head.low_rank is not None:
         a_out = head.low_rank[0].masked_fill(~active.unsqueeze(-1), 0.0)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from .base.checks import FLOATS, check_tensor
 
-# A ratio of policy to sampler outside of these counts as far off.
+# A ratio of policy to sampler outside of this interval counts as far off.
 NEAR = (0.9, 1.1)
 # A rounding explains a difference that is smaller by this share under it.
 SHARE = 0.2
-# Nats by which log-probs may differ that agree.
+# The largest difference of log-probs that agree, in nats.
 SMALL = 1e-3
 
 
@@ -67,7 +67,7 @@ def check_sampler(
     """Finds the rounding of the logits that the sampler's log-probs come from.
 
     A head in bfloat16 rounds each logit to 8 bits, which moves log-probs by about 0.01 nats. If
-    only one of sampler and policy rounds, their ratios are off by that much before training.
+    only sampler or policy rounds, their ratios are off by that much before training.
 
         hidden = ...  # of the policy that sampled
         fp32 = linear_logprobs(hidden, weight, targets, mask=mask).logps

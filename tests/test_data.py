@@ -24,7 +24,7 @@ from grpo_kernels.training.problems.prompts import (
     build_prompt,
     short_enough,
 )
-from grpo_kernels.training.run.schedule import place_of
+from grpo_kernels.training.run.schedule import index_at_turn
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
 
@@ -241,7 +241,7 @@ def test_a_test_split_without_answers_is_in_the_way_of_no_run_that_does_not_ask_
 
 
 def test_every_problem_once_an_epoch():
-    order = [place_of(turn, 7, seed=3) for turn in range(21)]
+    order = [index_at_turn(turn, 7, seed=3) for turn in range(21)]
     assert [sorted(order[i : i + 7]) for i in (0, 7, 14)] == [list(range(7))] * 3
     assert order[:7] != order[7:14]
 

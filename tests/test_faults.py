@@ -186,7 +186,7 @@ def test_numbers_of_any_kind_are_taken(make):
     sampler.rollout = lambda *_: [one]
     assert sampler(problems, 1, 1.0) == [one]
     for values, expected in ((one.logps, [-1.0, -1.5, -2.0, -3.0]), (weights, [0, 0.5, 1, 0])):
-        assert samples.per_token([values], torch.ones(1, 4)).tolist() == [expected]
+        assert samples.pad_per_token([values], torch.ones(1, 4)).tolist() == [expected]
 
 
 # Gradients
@@ -294,7 +294,7 @@ def test_a_scaler_goes_on():
     """And where a checkpoint has none, one begins."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 2.0, 2.0)]
     policy = torch.nn.Linear(1, 1)
-    saved, goes_on, begins = (checkpoint.Changing(policy, scaler=scaler) for scaler in scalers)
+    saved, goes_on, begins = (checkpoint.TrainedState(policy, scaler=scaler) for scaler in scalers)
     tensors = saved.state_dict()
     goes_on.load_state_dict(tensors)
     del tensors["scaler"]

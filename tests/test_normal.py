@@ -171,7 +171,7 @@ SAW = {
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_sees_its_sign_and_not_its_near_miss(name):
     sign, near = CASES[name]
-    (saw,) = [x.saw for x in verdicts(*sign) if x.rule.name == name]
+    (saw,) = [x.evidence for x in verdicts(*sign) if x.rule.name == name]
     assert SAW.get(name, "") in saw
     assert name not in names(*near)
 

@@ -145,10 +145,10 @@ def test_buffers_have_two_sizes_whatever_the_mask_is(on_a_gpu):
             active, active, ValueChecks(), on_a_gpu, positions, RowBytes(QWEN, 2, strips=True), None
         )
         assert (plan.num_rows, plan.num_grad_rows) == (rows, rows // 2)
-        sizes.add((plan.gradient_rows, plan.logit_rows))
+        sizes.add((plan.gradient_buffer_rows, plan.logit_rows))
     assert sizes == {(4864, 640)} and plan.bytes_taken <= 1792 << 20
     # A call of few tokens takes as much as these need.
-    assert plan_of_all(700, on_a_gpu, RowBytes(QWEN, 2, strips=True)).gradient_rows == 700
+    assert plan_of_all(700, on_a_gpu, RowBytes(QWEN, 2, strips=True)).gradient_buffer_rows == 700
 
 
 def test_blocks_have_few_sizes():

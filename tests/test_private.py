@@ -39,7 +39,7 @@ def test_views_share_a_storage_without_memory():
         ("torch", "is_unit_within", {}, "_get_fsdp_state"),
         ("torch", "is_unit_within", {"_get_fsdp_state": SimpleNamespace}, "_is_root"),
         ("torch", "hooks_of", {}, "_forward_pre_hooks"),
-        ("transformers", "keeps_a_state", {}, "_is_stateful"),
+        ("transformers", "is_recurrent", {}, "_is_stateful"),
         ("peft", "variants_of_lora", {}, VARIANTS),
     ),
 )
@@ -54,4 +54,4 @@ def test_a_version_without_it_is_named(package, function, without, name):
 
 def test_a_torch_that_does_not_tell_of_graphs(monkeypatch):
     monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
-    assert autograd.graph_is_kept()  # copies, which are right and take more memory
+    assert autograd.graph_is_retained()  # copies, which are right and take more memory

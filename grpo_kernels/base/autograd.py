@@ -31,14 +31,14 @@ def eager_under_compile(call: _Call) -> _Call:
     return cast(_Call, public)
 
 
-def graph_is_kept() -> bool:
-    """True in a backward that keeps its graph, and where torch cannot tell."""
+def graph_is_retained() -> bool:
+    """True in a backward under `retain_graph=True`, and where torch cannot tell."""
     keep_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return keep_graph is None or bool(keep_graph())
 
 
 def refuse_double_backward(call: str) -> None:
-    """Raises in a backward under create_graph=True, where alone grad mode is on; call it first."""
+    """Raises in a backward under create_graph=True: only there is grad mode on. Call it first."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{call}: double backward is not supported (create_graph=True reached its backward): "
@@ -49,8 +49,8 @@ def refuse_double_backward(call: str) -> None:
 def float16_scale(dtypes: Iterable[torch.dtype], largest: Callable[[], Tensor]) -> Tensor | None:
     """The power of two, 0-d, that brings `largest()` to between 1 and 2; None without a float16.
 
-    A token's share of a mean is about 1 / N, soon too small for float16; times this it fits, and
-    a power of two is taken out again without losing digits. Other dtypes have the exponents.
+    A token's share of a mean is about 1 / N, soon too small for float16. A power of two is divided
+    out again without losing digits.
     """
     if torch.float16 not in dtypes:
         return None
@@ -67,9 +67,8 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 class SplitSum(NamedTuple):
     """A float32 sum in two parts, one row after the other, whose bf16 fits the first one's memory.
 
-    Rounded there, it needs no third tensor, and the second part's memory is free. Another
-    tensor, made while both parts are there, would be cut out of the memory that the head's buffers
-    were in, which then is too small for those of the next call.
+    A third tensor, made while both parts exist, would be cut out of the memory of the head's
+    buffers, which then is too small for the next call's.
     """
 
     first: Tensor  # [R, K]
@@ -83,7 +82,7 @@ class SplitSum(NamedTuple):
             _scaled_into(out[:rows], self.first, scale)
         else:
             out = self.first.view(-1).view(torch.bfloat16)[: V * K].view(V, K)
-            # Written where sums have been read: after a few rows, as many as there are so far.
+            # Overwrites only sums that have been read: a few rows first, then more each time.
             done = -(-rows // 32)
             _scaled_into(out[:done], self.first[:done].clone(), scale)
             while done < rows:
@@ -104,17 +103,17 @@ def scaled_gradient(
     """`scale * stored` in `dtype`, for a gradient that was computed in the forward.
 
     Scales `stored` in place, unless the caller retains the graph: a full card has no room for a
-    second tensor of the head's size. `fresh`: `stored` was computed in this backward, and no other
-    will ask for it; only such a one may come without a scale.
+    second tensor of the head's size. `fresh`: `stored` was computed in this backward and is used
+    once; only then may `scale` be None.
     """
     if stored is None:
         return None
-    is_needed_again = not fresh and graph_is_kept()
+    is_needed_again = not fresh and graph_is_retained()
     if isinstance(stored, SplitSum):
         return stored.rounded(scale, in_place=not is_needed_again)
     if scale is None:
         return stored.to(dtype)
-    # On a CPU a look is cheaper than a pass.
+    # On a CPU, reading the scale is cheaper than multiplying.
     if scale.device.type == "cpu" and scale == 1:
         return stored.to(dtype, copy=is_needed_again)
     if is_needed_again or (stored.dtype == torch.float32 != dtype):
@@ -126,9 +125,9 @@ def _scaled_into(out: Tensor, x: Tensor, scale: Tensor | None) -> Tensor:
     """Writes `x * scale`, computed in float32, to `out`."""
     if scale is None:
         return out.copy_(x)
-    # Not 0-d, which half precision would round first, an AMP scale of 65,536 to infinity.
+    # A 0-d scale would be rounded to half precision first, an AMP scale of 65,536 to infinity.
     scale = scale.reshape(1)
-    # A CPU takes a copy in float32.
+    # A CPU copies to float32 before it multiplies.
     at_once = len(x) if x.is_cuda or x.dtype == torch.float32 else _ROWS_AT_A_TIME
     if at_once >= len(x):
         return torch.mul(x, scale, out=out)
@@ -137,20 +136,20 @@ def _scaled_into(out: Tensor, x: Tensor, scale: Tensor | None) -> Tensor:
     return out
 
 
-def keep_gradients(
+def save_gradients(
     ctx: Any,
     tensors: Sequence[Tensor],
     scale: Tensor | None,
     gradients: Sequence[Tensor | SplitSum | None],
 ) -> None:
-    """Keeps a scalar loss's gradients by `tensors`, computed `scale` times as large."""
+    """Saves a scalar loss's gradients by `tensors`, computed `scale` times as large."""
     parts = [x if isinstance(x, SplitSum) else (x,) for x in gradients]
     ctx.save_for_backward(scale, *chain(*parts))
     ctx.dtypes, ctx.num_parts = dtypes_of(*tensors), [len(x) for x in parts]
 
 
-def kept_gradients(ctx: Any, d_loss: Tensor, call: str) -> Iterator[Tensor | None]:
-    """The gradients of the tensors, from that of the loss; refuses a double backward."""
+def saved_gradients(ctx: Any, d_loss: Tensor, call: str) -> Iterator[Tensor | None]:
+    """The saved gradients times the loss's gradient; refuses a double backward."""
     refuse_double_backward(call)
     scale, *saved = ctx.saved_tensors
     factor, rest = d_loss if scale is None else d_loss / scale, iter(saved)

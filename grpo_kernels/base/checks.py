@@ -1,9 +1,8 @@
 """Checks of tensors, at once, and of values on the device, all in one transfer.
 
-Shapes, dtypes and devices are known on the host. Values (target ids, NaN advantages, masks that are
-not 0 or 1, `cu_seqlens`) live on the device, where reading them synchronizes; `ValueChecks` gathers
-those questions, so that a call that reads its row counts anyway asks them in the same transfer, and
-a call that reads nothing asserts them on the device.
+Reading values (target ids, NaN advantages, masks that are not 0 or 1, `cu_seqlens`) synchronizes.
+`ValueChecks` collects their checks: a call reads them together with its row counts, or asserts them
+on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 _T = TypeVar("_T", bound=Callable[..., Any])
-# Modules of subclasses of torch.Tensor whose operators are those of their values.
+# Modules of torch.Tensor's subclasses that compute as plain tensors do.
 _AS_TENSORS = ("torch.distributed.", "torch._subclasses.", "torch.testing.")
 HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -58,20 +57,17 @@ def check_tensor(
     if shape is not None and tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name}: expected shape {list(shape)}; got {list(x.shape)}")
     if dtypes is not None and x.dtype not in dtypes:
-        expected = ", ".join(map(name_of, dtypes))
+        expected = ", ".join(map(dtype_name, dtypes))
         is_wide = x.dtype == torch.float64 and torch.float64 not in dtypes
         hint = ": cast it, or use grpo_kernels.reference" if is_wide else ""
-        raise TypeError(f"{name}: expected dtype {expected}; got {name_of(x.dtype)}{hint}")
+        raise TypeError(f"{name}: expected dtype {expected}; got {dtype_name(x.dtype)}{hint}")
     if device is not None and x.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}; got one on {x.device}")
     return x
 
 
-def names_are_answered(call: _T) -> _T:
-    """Has the TypeError of a function or class for a keyword that it lacks say what to use.
-
-    Where the arguments fit, this is one more Python call.
-    """
+def suggests_names(call: _T) -> _T:
+    """Adds what to use instead to a function's or class's TypeError for an unknown keyword."""
     function: Callable[..., Any] = call.__init__ if isinstance(call, type) else call  # type: ignore
 
     @functools.wraps(function)
@@ -83,9 +79,9 @@ def names_are_answered(call: _T) -> _T:
             unknown = [x for x in kwargs if x not in inspect.signature(function).parameters]
             if called or not unknown:  # it is about something else
                 raise
-            from .hints import of_keyword
+            from .hints import hint_for_keyword
 
-            hints = [f": {hint}" for hint in [of_keyword(unknown[0], call)] if hint]
+            hints = [f": {hint}" for hint in [hint_for_keyword(unknown[0], call)] if hint]
             raise TypeError("".join([str(error), *hints])) from None
 
     if isinstance(call, type):
@@ -95,7 +91,7 @@ def names_are_answered(call: _T) -> _T:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Returns False for a sparse or nested tensor, and for a subclass with operators of its own.
+    """Returns False for a sparse or nested tensor, and for a subclass that overrides operators.
 
     Quantised weights are such subclasses: they claim a floating-point dtype.
     """
@@ -111,9 +107,9 @@ def check_bool(name: str, value: object) -> None:
 
 
 def as_number(value: Any) -> Any:
-    """Returns Python's number for another one, such as NumPy's, also of a 0-d array.
+    """Returns Python's number for NumPy's and the like, also from a 0-d array.
 
-    Everything else is returned as it is, tensors and bools too.
+    Returns everything else as it is, tensors and bools too.
     """
     if type(value) in (bool, int, float, str, type(None)) or isinstance(value, Tensor):
         return value
@@ -124,8 +120,8 @@ def as_number(value: Any) -> Any:
     return int(number) if isinstance(number, Integral) else float(number)
 
 
-def plain_numbers(options: Any) -> None:
-    """Makes the numbers in the fields of a dataclass Python's, those in lists and dicts too."""
+def convert_numbers(options: Any) -> None:
+    """Converts the numbers in a dataclass's fields to Python's, also in lists and dicts."""
     for option in fields(options):
         value = getattr(options, option.name)
         number: Any = as_number(value)
@@ -152,11 +148,11 @@ def check_number(name: str, value: object, expected: str = "of any size") -> flo
 def check_choice(name: str, value: object, choices: tuple[object, ...], hint: str = "") -> None:
     # Of one type: an array is equal to nothing.
     if not any(isinstance(value, type(x)) and value == x for x in choices):
-        from .hints import of_choice
+        from .hints import hint_for_choice
 
         raise ValueError(
             f"{name}: expected one of {', '.join(map(str, choices))}{hint}; got {value!r}"
-            f"{of_choice(value, choices)}"
+            f"{hint_for_choice(value, choices)}"
         )
 
 
@@ -167,7 +163,7 @@ def scalar(name: str, value: object, device: torch.device) -> float | Tensor:
         if value.ndim != 0:
             raise ValueError(f"{name}: expected a 0-d tensor; got shape {list(value.shape)}")
         if value.is_complex() or value.dtype == torch.bool:
-            raise TypeError(f"{name}: expected a real number; got {name_of(value.dtype)}")
+            raise TypeError(f"{name}: expected a real number; got {dtype_name(value.dtype)}")
         if value.device == device:
             return value.detach()
         if value.device.type != "cpu":
@@ -176,8 +172,7 @@ def scalar(name: str, value: object, device: torch.device) -> float | Tensor:
     return check_number(name, value)
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """The dtype's name without `torch.`."""
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -189,7 +184,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 def flatten(x: Tensor) -> Tensor:
     """Flattens to `[N]`, contiguous, as kernels address it: reshape may return a strided view.
 
-    A copy of one made in inference mode, which autograd would not save.
+    Copies a tensor made in inference mode, which autograd would not save.
     """
     return saveable(x.reshape(-1).contiguous())
 
@@ -202,7 +197,7 @@ def saveable(x: Tensor) -> Tensor:
 
 @dataclass
 class Sizes:
-    """Whole numbers, int64 `[K]` on the device; `numbers` once they have been read."""
+    """Integers, int64 `[K]` on the device; `numbers` has them once they have been read."""
 
     on_device: Tensor
     numbers: list[int] = field(default_factory=list)
@@ -210,10 +205,7 @@ class Sizes:
 
 @dataclass
 class ValueChecks:
-    """Questions about values on the device: each a count of offenders and a message.
-
-    And sizes that are wanted for their own sake.
-    """
+    """Checks of values on the device, each a count of offenders and a message; sizes to read."""
 
     counts: list[Tensor] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
@@ -224,13 +216,13 @@ class ValueChecks:
         self.messages.append(message)
 
     def ask(self, *sizes: Tensor) -> Sizes:
-        """Sizes, 0-d or `[K]`, that are read together with the checks."""
+        """Adds sizes, 0-d or `[K]`, to read together with the checks."""
         answer = Sizes(torch.cat([size.reshape(-1) for size in sizes]))
         self.sizes.append(answer)
         return answer
 
     def read(self, *further: Tensor) -> list[int]:
-        """Reads all of it, and `further` 0-d counts, in one transfer; raises for offenders."""
+        """Reads checks, sizes and `further` 0-d counts in one transfer; raises for offenders."""
         questions = [x.reshape(1) for x in (*self.counts, *further)]
         questions += [answer.on_device for answer in self.sizes]
         answers = iter(torch.cat(questions).tolist() if questions else ())

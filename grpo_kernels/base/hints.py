@@ -1,4 +1,4 @@
-"""Names that other libraries have, and what to use here; loaded where a name is not known.
+"""Names in other libraries, and what to use here; loaded for an unknown name only.
 
 A hint about an option of this library begins with "Set" and its name.
 """
@@ -196,7 +196,7 @@ ARGUMENTS = {
 }
 
 
-def of_keyword(name: str, call: Callable[..., Any]) -> str | None:
+def hint_for_keyword(name: str, call: Callable[..., Any]) -> str | None:
     """Returns what to pass instead of a keyword that a call does not have; None if unknown."""
     known, hint = [*inspect.signature(call).parameters], ELSEWHERE.get(name, "")
     text = hint[:1].lower() + hint[1:].rstrip(".")
@@ -219,8 +219,8 @@ def of_keyword(name: str, call: Callable[..., Any]) -> str | None:
     return f"did you mean {' or '.join(near)}?" if near else None
 
 
-def of_choice(value: object, choices: Iterable[object]) -> str:
-    """Asks for the choice that is spelt nearly as a value; empty if there is none."""
+def hint_for_choice(value: object, choices: Iterable[object]) -> str:
+    """Suggests the choice spelt most like the value; "" if there is none."""
     plain = {re.sub(r"[^a-z0-9+]", "", str(x).lower()): str(x) for x in choices}
     spelt = re.sub(r"[^a-z0-9+]", "", str(value).lower())
     near = [spelt] if spelt in plain else get_close_matches(spelt, plain, cutoff=0.75)

@@ -68,10 +68,10 @@ class Layout:
 
     def flat(self, name: str, x: object, dtype: torch.dtype = torch.float32) -> Tensor:
         """Flattens a constant with one value per token to `[N]`."""
-        x = self._of_tokens(name, x, FLOATS)
+        x = self._check_per_token(name, x, FLOATS)
         return flatten(x.detach()).to(dtype)
 
-    def _of_tokens(self, name: str, x: object, dtypes: Sequence[torch.dtype]) -> Tensor:
+    def _check_per_token(self, name: str, x: object, dtypes: Sequence[torch.dtype]) -> Tensor:
         """Returns `x`, with one value per token, or says what it looks like instead."""
         x, shape = check_tensor(name, x), self.shape
         hint = ""
@@ -88,7 +88,7 @@ class Layout:
         if mask is None:
             return None
         dtypes = (torch.bool, *INTEGERS, *FLOATS)
-        mask = self._of_tokens("mask", mask, dtypes)
+        mask = self._check_per_token("mask", mask, dtypes)
         flat = flatten(mask.detach())
         if flat.dtype == torch.bool:
             return flat
@@ -143,7 +143,7 @@ class Layout:
 def check_targets(
     targets: object, shape: Sequence[int], device: torch.device, states: str = "hidden"
 ) -> Tensor:
-    """Returns the target ids as int64 `[N]`; `states`: the name of what predicts them."""
+    """Returns the target ids as int64 `[N]`; `states` names the predicting tensor in errors."""
     if isinstance(targets, Tensor) and targets.shape[:-1] == shape[:-1] and targets.ndim:
         T, length, first = targets.shape[-1], shape[-1], ":, " * (targets.ndim - 1)
         hint = ""
@@ -170,7 +170,7 @@ def check_target_ids(targets: Tensor, mask: Tensor | None, V: int, checks: Value
 
 
 def selected(mask: Tensor, x: Tensor, otherwise: float) -> Tensor:
-    """The rows of `x` in `mask`; `otherwise` in the others."""
+    """The rows of `x` in `mask`, and `otherwise` elsewhere."""
     return torch.where(mask if x.ndim == 1 else mask[:, None], x, otherwise)
 
 

@@ -1,4 +1,4 @@
-"""Memory that runs out, on any device, and memory that a call lends to the next one."""
+"""Out-of-memory errors on any device, and memory that a call lends to the next one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-# What says so that is no OutOfMemoryError: torch on a CPU (Windows' too), oneDNN within it, CUDA's
-# own calls (Triton's as well), cuBLAS, and Metal.
+# Messages of errors other than OutOfMemoryError: torch on a CPU (also on Windows), oneDNN, CUDA's
+# calls (Triton's too), cuBLAS, and Metal.
 _NO_MEMORY = re.compile(
     "can't allocate memory|not enough memory|std::bad_alloc|could not create a memory"
     "|CUDA[^:]*: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
@@ -21,33 +21,32 @@ _NO_MEMORY = re.compile(
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """True if `error` means out of memory, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
-# By device: the tensor that was lent last. Calls have nothing else in common.
+# The tensor that was lent last, by device.
 _LENT: dict[torch.device, TensorWeakRef] = {}
 _LOCK = Lock()
 
 
 def lend(x: Tensor) -> None:
-    """Lends the memory of `x` to the next call on its device, which takes it by `take_back`."""
+    """Lends the memory of `x` to the next call on its device, which frees it by `reclaim`."""
     with _LOCK:
         _free(_LENT.pop(x.device, None))
         _LENT[x.device] = TensorWeakRef(x)
 
 
-def take_back(device: torch.device) -> None:
-    """Frees the memory that was lent last on a device, if it is still there."""
+def reclaim(device: torch.device) -> None:
+    """Frees the memory that was lent last on a device, if it is still lent."""
     with _LOCK:
         _free(_LENT.pop(device, None))
 
 
 @contextmanager
 def borrowed(x: Tensor) -> Iterator[bool]:
-    """True if `x` still has its memory, which no other thread takes within the block."""
+    """True if `x` still has its memory; no other thread takes it within the block."""
     with _LOCK:
         lent, is_there = _LENT.pop(x.device, None), x.untyped_storage().size() > 0
     try:

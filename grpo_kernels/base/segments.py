@@ -1,12 +1,11 @@
-"""The softmax of ragged rows: entries `[E]`, of which row i has `offsets[i] : offsets[i + 1]`.
+"""The softmax of ragged rows: row i has the entries `offsets[i] : offsets[i + 1]` of `[E]`.
 
     l_j = z_j - lse,    E = -sum p l
     dL/dz_j = g_j (1 - p_j) - p_j (G - g_j - q + e (l_j + E)),    G = sum of g over the row
 
 with g, e and q the gradients of l, E and lse. Plain PyTorch: the rows of W dominate, one per
-entry, so a kernel here would save nothing. Sums are taken in float64, where a
-device has it, each in one order: G - g beside an entry that has nearly all keeps its digits, and so
-does 1 - p, as S' is summed without that entry.
+entry, so a kernel here would save nothing. Sums are float64 where the device has it, so that G - g
+keeps its digits if g is nearly all of G; 1 - p does, as S' is summed without the largest entry.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class RowsLogSoftmax(torch.autograd.Function):
         peak = torch.segment_reduce(z, "max", offsets=offsets, initial=-torch.inf, unsafe=True)
         peak = widened(peak.masked_fill(peak == -torch.inf, 0.0))
         shifted = widened(z) - peak[tokens]
-        # log(1 + S'), S' without one of the largest entries, beside which it would lose its digits.
+        # log(1 + S'), S' summed without the largest entry, next to which it would lose its digits.
         is_peak = shifted == 0
         rest = row_sums(shifted.exp().masked_fill_(is_peak, 0.0), offsets)
         log_total = rest + (row_sums(widened(is_peak), offsets) - 1)

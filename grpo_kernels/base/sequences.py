@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .checks import INTEGERS, as_number, check_tensor, names_are_answered
+from .checks import INTEGERS, as_number, check_tensor, suggests_names
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Dtypes that `gather_tokens` takes.
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64,
@@ -23,23 +22,17 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a call's tokens.
+    """The sequences of a call's tokens: packed with `ids`, or padded to `length`."""
 
-    Args:
-        count: B, the number of sequences.
-        ids: the sequence of each packed token, int64 `[N]`, in `[0, count)`; None with `length`.
-        length: T, where every sequence has as many positions.
-    """
-
-    count: int
-    ids: Tensor | None = None
-    length: int | None = None
+    count: int  # B
+    ids: Tensor | None = None  # int64 [N], the sequence of each packed token, in [0, count)
+    length: int | None = None  # T
 
     def sum(self, x: Tensor) -> Tensor:
         """Sums `x [..., N]` over each sequence, `[..., B]`.
 
-        In float64 where there is one: a GPU adds packed tokens in any order, and the differences
-        that makes are then rounded away.
+        In float64 where there is one: a GPU adds packed tokens in any order, and rounding to
+        float32 hides the differences.
         """
         dtype = wide_dtype(x)
         if self.ids is None:
@@ -66,7 +59,7 @@ def widened(x: Tensor) -> Tensor:
     return x.to(wide_dtype(x))
 
 
-@names_are_answered
+@suggests_names
 def completion_mask(token_ids: Tensor, end_ids: int | Iterable[int] | Tensor) -> Tensor:
     """Marks the tokens of completions up to the first end token, which counts.
 
@@ -118,7 +111,7 @@ def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
         torch.cat(torch.distributed.nn.all_gather(x, group=group), dim=-1)
 
-    except for the gradient of `x`: this rank's slice of the result's gradient, not the sum of all
+    but the gradient of `x` is this rank's slice of the result's gradient, not the sum of all
     ranks' slices. With the same loss on every rank, the ranks' gradients add up to the loss's.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """Returns the text with a code for each character but line breaks that is not printable.
+    """Returns the text with a code for each unprintable character except line breaks.
 
     A terminal would obey control characters: clear the screen, say, or hide a link.
     """

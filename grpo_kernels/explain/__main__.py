@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _lines(paths: list[Path], options: argparse.Namespace) -> Iterator[str]:
-    """Does what the paths ask for; returns what to print."""
+    """Writes the pages of the paths; yields the lines to print."""
     # `.` and `..` have no name for a page.
     paths = [_log_in(path if path.name.strip(".") else path.resolve()) for path in paths]
     kinds = {path: _kind(path) for path in paths}
@@ -58,15 +58,15 @@ def _lines(paths: list[Path], options: argparse.Namespace) -> Iterator[str]:
         if name != "paths" and getattr(options, name) is not None:
             raise ValueError(f"--{name}: expected none for a {kind}; leave it out")
     if kind == "run":
-        return _of_runs(paths, options.output)
-    return _of_log(paths[0]) if kind == "log" else _of_step(paths[0], options)
+        return _run_lines(paths, options.output)
+    return _log_lines(paths[0]) if kind == "log" else _step_lines(paths[0], options)
 
 
 def _log_in(path: Path) -> Path:
     """The log in a folder of TRL, or in its last checkpoint; the path itself if there is none."""
-    found = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
+    states = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
     return max(
-        found, key=lambda x: (x.parent == path, len(x.parent.name), x.parent.name), default=path
+        states, key=lambda x: (x.parent == path, len(x.parent.name), x.parent.name), default=path
     )
 
 
@@ -81,11 +81,11 @@ def _kind(path: Path) -> str:
         except (ValueError, RecursionError):
             return "log"
     row = row if isinstance(row, dict) else {}
-    of_tokens = "trainer_logprobs" in row or isinstance(row.get("tokens"), dict)
-    return "step" if of_tokens else "log"  # whose rows may have a number of tokens
+    is_step = "trainer_logprobs" in row or isinstance(row.get("tokens"), dict)
+    return "step" if is_step else "log"  # whose rows may have a number of tokens
 
 
-def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
+def _run_lines(folders: list[Path], output: Path | None) -> Iterator[str]:
     from . import runs
 
     if output is None:
@@ -95,16 +95,16 @@ def _of_runs(folders: list[Path], output: Path | None) -> Iterator[str]:
     yield f"page: {output}"
     for folder in folders:
         if read_rows(path := folder / "metrics.jsonl"):
-            yield from _of_log(path)
+            yield from _log_lines(path)
 
 
-def _of_log(path: Path) -> Iterator[str]:
+def _log_lines(path: Path) -> Iterator[str]:
     rows, known, names = logs.read(path)
     # An evaluation is of weights after a step, or before all of them.
     bounds = {"step", "held_out_low", "held_out_high"}
     steps = sum(bool(row.keys() - bounds - {"held_out_accuracy"}) for row in rows)
-    found = ", ".join(names[x] for x in logs.NAMES if x in names.keys() - bounds)
-    yield f"{steps} step{'s' * (steps != 1)} of {path}: {found}"
+    shown = ", ".join(names[x] for x in logs.NAMES if x in names.keys() - bounds)
+    yield f"{steps} step{'s' * (steps != 1)} of {path}: {shown}"
     if "reward" not in names:
         yield "The log has no reward: most rules are for logs of GRPO, which have one."
     yield from (findings := _findings(rows, known, names))
@@ -112,14 +112,14 @@ def _of_log(path: Path) -> Iterator[str]:
 
 
 def _findings(*log: Any) -> list[str]:
-    found = rules.verdicts(*log)
-    return [f"{rules.VERDICTS[x.rule.verdict]}: {x} [{x.rule.source}]" for x in found]
+    findings = rules.verdicts(*log)
+    return [f"{rules.VERDICTS[x.rule.verdict]}: {x} [{x.rule.source}]" for x in findings]
 
 
-def _of_step(path: Path, options: argparse.Namespace) -> Iterator[str]:
+def _step_lines(path: Path, options: argparse.Namespace) -> Iterator[str]:
     # The page is beside a file, or beside the folder of a step.
-    beside = path.with_name(f"{path.name}.html") if path.is_dir() else path.with_suffix(".html")
-    output = options.output or beside
+    default = path.with_name(f"{path.name}.html") if path.is_dir() else path.with_suffix(".html")
+    output = options.output or default
     if output == path:
         raise ValueError(f"--output: expected another file than PATH; got {output}")
     explanation = exports.read(path)

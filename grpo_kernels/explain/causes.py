@@ -1,9 +1,9 @@
-"""Causes of a step's loss, one function each, which read an explanation alone.
+"""Causes of a step's loss, one function each, from an explanation alone.
 
-A cause that single tokens carry has the share of the gradient that they have beyond what as many
-average tokens would have; its tokens count in none of the next such causes. A cause of the whole
-step has the share of the tokens, of the nats or of the gradient, that shows it. So shares do not
-add up to 1. Truncated completions come last: a limit on the length cuts many in calm steps too.
+The share of a cause that single tokens carry is their share of the gradient minus an average
+token's, each; later such causes do not count these tokens. The share of a cause of the whole step
+is the share of tokens, nats or gradient that shows it. So shares do not add up to 1. Truncated
+completions come last: a length limit cuts many in calm steps too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.checks import check_number, plain_numbers
+from ..base.checks import check_number, convert_numbers
 from .explanation import Cause, Explanation, shares, sums_of
 
 
@@ -27,7 +27,7 @@ class Thresholds:
     times: float = 10.0  # a token relative to the average one, an advantage to the median one
     ratio: float = 2.0  # of policy and old policy
     kl: float = 0.5  # share of the KL in the absolute loss of all tokens
-    mean_kl: float = 0.1  # mean KL of which `tokens` have half
+    mean_kl: float = 0.1  # mean KL; a share of `tokens` has half of it
     length: float = 25.0  # weight of a sequence's tokens relative to the average token
     long: float = 5.0  # length of a sequence relative to the average one
     sequence: float = 0.15  # share of the gradient of a sequence beyond an equal part
@@ -44,12 +44,12 @@ class Thresholds:
     clipped: float = 0.5  # share of tokens whose gradient a clip removes
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        convert_numbers(self)
         for field in fields(self):
             check_number(f"thresholds.{field.name}", getattr(self, field.name), "> 0")
 
 
-# What is said of a cause, before its worst tokens with a number each.
+# The text of a cause; its worst tokens follow, with a number each.
 _TEXTS = {
     "not_finite": "the loss or gradient of {tokens} is NaN or infinite; log-probs",
     "kl": "the KL term outweighs the policy term at {tokens}; the share of the loss or gradient "
@@ -100,7 +100,7 @@ _TEXTS = {
 }  # fmt: skip
 
 
-class Found(NamedTuple):
+class Evidence(NamedTuple):
     """A cause: its text in `_TEXTS`, share, tokens, a number of each, and values of the text."""
 
     text: str
@@ -114,7 +114,7 @@ def rank(explanation: Explanation, thresholds: Thresholds = Thresholds()) -> lis
     """Returns the causes in an explanation's columns, largest share first, `truncated` last."""
     step = _Step(explanation, thresholds)
     known = _CAUSES.items() if step.N else ()
-    causes = [step.cause(name, why, found) for name, (find, why) in known for found in find(step)]
+    causes = [step.cause(name, why, x) for name, (find, why) in known for x in find(step)]
     return sorted(causes, key=lambda cause: (cause.name == "truncated", -cause.share))
 
 
@@ -125,7 +125,7 @@ class _Step:
         self.explanation, self.limit, columns = explanation, thresholds, explanation.columns
         self.sequence, self.N = explanation.sequence, len(explanation.sequence)
         self.B = len(explanation.sequences)
-        # Without gradients the loss stands for them.
+        # Without gradients, by the loss.
         ones = torch.ones(self.N, dtype=torch.float32, device="cpu")
         self.part = shares(columns.get("gradient_share", columns.get("loss", ones)))
         self.policy = ~columns.get("advantage", self.part).isnan()
@@ -135,7 +135,7 @@ class _Step:
         return torch.full_like(self.part, torch.nan) if column is None else column
 
     def fact(self, name: str) -> Tensor:
-        """A fact of each sequence, float64 `[B]`, NaN where it is not known."""
+        """A fact of each sequence, float64 `[B]`, NaN where it is unknown."""
         values = [row.get(name) for row in self.explanation.sequences]
         numbers = [float("nan") if x is None else float(x) for x in values]
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -148,22 +148,22 @@ class _Step:
         return float((chosen & self.policy).sum() / self.policy.sum().clamp(min=1))
 
     def take(self, chosen: Tensor) -> None:
-        """Leaves the gradient of these tokens out of the causes that follow."""
+        """Excludes the gradient of these tokens from the following causes."""
         self.part = self.part.masked_fill(chosen, 0.0)
 
     def carried(
         self, text: str, chosen: Tensor, size: Tensor, least: float = 0.0, **values: Any
-    ) -> Iterator[Found]:
-        """The cause, if its tokens carry more than an equal part; they have none afterwards."""
+    ) -> Iterator[Evidence]:
+        """The cause, if its tokens carry more than an equal part; later causes exclude them."""
         part, least = float(self.part[chosen].sum()), least or self.limit.share
         share = part - int(chosen.sum()) / self.N
         if share >= least:
-            yield Found(text, share, chosen, size, {"part": part, "least": least, **values})
+            yield Evidence(text, share, chosen, size, {"part": part, "least": least, **values})
             self.take(chosen)
 
-    def cause(self, name: str, remedy: str, found: Found) -> Cause:
-        """The cause with its tokens by size, which stands beside the three largest."""
-        size, chosen = found.size, found.chosen
+    def cause(self, name: str, remedy: str, evidence: Evidence) -> Cause:
+        """The cause with its tokens by `size`; the text shows the three largest sizes."""
+        size, chosen = evidence.size, evidence.chosen
         keys = size.abs().nan_to_num(torch.inf, torch.inf).masked_fill(~chosen, -1)
         order = keys.argsort(descending=True, stable=True)[: min(20, int(chosen.sum()))].tolist()
         places = [(int(self.sequence[i]), int(self.explanation.position[i])) for i in order]
@@ -175,12 +175,12 @@ class _Step:
             number = f"{size[i]:,.0f}" if large else f"{size[i]:.3g}"
             number = f"{100 * size[i]:.2g} %" if size is self.part else number
             worst.append(f"sequence {b} token {t}{word} {number}")
-        known = {"limit": self.limit, "share": found.share, **found.values}
+        known = {"limit": self.limit, "share": evidence.share, **evidence.values}
         known |= {"tokens": _count(chosen), "sequences": _count(self.sums(chosen) > 0, "sequence")}
-        text = _TEXTS[found.text] + _TEXTS["carried"] * ("part" in known)
+        text = _TEXTS[evidence.text] + _TEXTS["carried"] * ("part" in known)
         text = text.format_map(known)
         text = f"{text.replace('%', ' %')}: {', '.join(worst)}"
-        return Cause(name, min(found.share, 1.0), text, remedy, places)
+        return Cause(name, min(evidence.share, 1.0), text, remedy, places)
 
 
 def _count(chosen: Tensor, word: str = "token") -> str:
@@ -188,16 +188,16 @@ def _count(chosen: Tensor, word: str = "token") -> str:
     return f"{count} {word}{'s' * (count != 1)}"
 
 
-def _not_finite(step: _Step) -> Iterator[Found]:
+def _not_finite(step: _Step) -> Iterator[Evidence]:
     chosen = torch.zeros_like(step.policy)
     for name in {"gradient", "loss"} & step.explanation.columns.keys():
         chosen |= ~step[name].isfinite()
     if chosen.any():
-        yield Found("not_finite", 1.0, chosen, step["logp"])
+        yield Evidence("not_finite", 1.0, chosen, step["logp"])
         step.take(chosen)
 
 
-def _kl(step: _Step) -> Iterator[Found]:
+def _kl(step: _Step) -> Iterator[Evidence]:
     term, limit = step["kl_loss"].abs(), step.limit
     if term.isfinite().all():  # in the loss
         size = step.part.maximum(shares(step["loss"]))
@@ -205,11 +205,11 @@ def _kl(step: _Step) -> Iterator[Found]:
         share = float(size[chosen].sum() - chosen.sum() / step.N)
         broad = float(term.sum() / step["loss"].abs().sum())
         if share >= limit.share:
-            yield Found("kl", share, chosen, step["kl"])
+            yield Evidence("kl", share, chosen, step["kl"])
             return step.take(chosen)
         if broad >= limit.kl and step["loss"].any():
-            return (yield Found("kl_all_over", broad, term > 0, step["kl"]))
-    # As a metric: one e^d of k3 can be most of it, and little of the loss.
+            return (yield Evidence("kl_all_over", broad, term > 0, step["kl"]))
+    # As a metric: one e^d of k3 can be most of the KL, and little of the loss.
     kl, count = step["kl"].abs().nan_to_num(0.0), int(step.policy.sum())
     order = kl.argsort(descending=True)
     order = order[: 1 + int((kl[order].cumsum(0) < kl.sum() / 2).sum())]
@@ -217,46 +217,46 @@ def _kl(step: _Step) -> Iterator[Found]:
     if count and few and (mean := float(kl.sum() / count)) >= limit.mean_kl:
         chosen = torch.zeros_like(step.policy).index_fill_(0, order, True)
         share = float(kl[chosen].sum() / kl.sum())
-        yield Found("kl_of_few", share, chosen, step["kl"], {"mean": mean})
+        yield Evidence("kl_of_few", share, chosen, step["kl"], {"mean": mean})
 
 
-def _ratio(step: _Step) -> Iterator[Found]:
+def _ratio(step: _Step) -> Iterator[Evidence]:
     chosen = (step["ratio"] > step.limit.ratio) & (step["clip"].nan_to_num() == 0)
     return step.carried("ratio", chosen & (step.part > 0), step["ratio"])
 
 
-def _importance_weight(step: _Step) -> Iterator[Found]:
+def _importance_weight(step: _Step) -> Iterator[Evidence]:
     weight, dropped, limit = step["importance_weight"], step["dropped"] == 1, step.limit
     large = (weight > limit.weight) & ~dropped
     largest = float(weight[large].max()) if large.any() else 0.0
     text = "weight_cap" if (large & (weight == largest)).sum() > 1 else "weight"
     yield from step.carried(text, large, weight, largest=largest)
-    # A sequence without any token left is one that the off-policy mask took.
-    whole = step.sums(dropped) == step.sums(step.policy)
-    dropped &= (weight == 0) | (whole[step.sequence] & (step["advantage"] < 0))
+    # The off-policy mask drops all tokens of a sequence.
+    all_dropped = step.sums(dropped) == step.sums(step.policy)
+    dropped &= (weight == 0) | (all_dropped[step.sequence] & (step["advantage"] < 0))
     if (share := step.share(dropped)) >= limit.dropped:
-        yield Found("masks", share, dropped, step["sampler_gap"])
+        yield Evidence("masks", share, dropped, step["sampler_gap"])
 
 
-def _advantage(step: _Step) -> Iterator[Found]:
+def _advantage(step: _Step) -> Iterator[Evidence]:
     size = step["advantage"].abs()
     usual = float(size[size > 0].median()) if (size > 0).any() else torch.inf
     chosen = size > step.limit.times * usual
     return step.carried("advantage", chosen, step["advantage"], usual=usual)
 
 
-def _length(step: _Step) -> Iterator[Found]:
+def _length(step: _Step) -> Iterator[Evidence]:
     weight, limit, count = step["weight"], step.limit, step.sums(step.policy)
     heavy = weight > limit.length * weight[step.policy].mean()
     yield from step.carried("short", heavy, weight)
     long = count > limit.long * count[count > 0].mean()
     share = float(step.sums(step.part)[long].sum() - long.sum() / step.B)
     if share >= limit.sequence:
-        yield Found("long", share, long[step.sequence], count[step.sequence])
+        yield Evidence("long", share, long[step.sequence], count[step.sequence])
         step.take(long[step.sequence])
 
 
-def _group(step: _Step) -> Iterator[Found]:
+def _group(step: _Step) -> Iterator[Evidence]:
     rewards, advantages = step.fact("reward"), step.fact("advantage")
     for group in step.explanation.groups:
         ids = torch.tensor(group["sequences"], dtype=torch.int64, device="cpu")
@@ -264,19 +264,19 @@ def _group(step: _Step) -> Iterator[Found]:
         G, far = len(ids), (values - values.mean()).abs()
         if group["group"] is None or G < 4 or not values.std() > 0:
             continue
-        # The farthest that one can be from the others, if these are all equal.
+        # The largest possible distance, of one reward from others that are all equal.
         for b in ids[far / values.std() > 0.99 * (G - 1) / G**0.5].tolist()[:1]:
             known = {"b": b, "others": G - 1, "group": group["group"], "advantage": advantages[b]}
             chosen = (step.sequence == b) & (step.part > 0)
             yield from step.carried("group", chosen, step.part, step.limit.sequence, **known)
 
 
-def _token(step: _Step) -> Iterator[Found]:
+def _token(step: _Step) -> Iterator[Evidence]:
     chosen = step.part >= max(step.limit.share + 1 / step.N, step.limit.times / step.N)
     return step.carried("token", chosen, step.part)
 
 
-def _sampler(step: _Step) -> Iterator[Found]:
+def _sampler(step: _Step) -> Iterator[Evidence]:
     gap, limit, ids = step["sampler_gap"].abs(), step.limit, step.explanation.token_ids
     scored = ~gap.isnan()
     if not scored.any():
@@ -292,7 +292,7 @@ def _sampler(step: _Step) -> Iterator[Found]:
     if ids is not None:
         _, inverse, counts = ids.unique(return_inverse=True, return_counts=True)
         kinds["ids seen once"] = counts[inverse] == 1
-    # Of most of a kind, and most of those that are off.
+    # Most tokens of a kind, and most of the tokens that are off.
     which = [
         f"at {kind}" for kind, tokens in kinds.items()
         if (n := (off & tokens).sum()) > 1 and 2 * n > tokens.sum() and 2 * n > off.sum()
@@ -302,10 +302,10 @@ def _sampler(step: _Step) -> Iterator[Found]:
     share = max(step.share(off), float(step.part[off].sum()))
     if which or share >= limit.tokens:
         known = {"where": [*which, "at single tokens"][0], "scored": scored.sum(), "median": median}
-        yield Found("sampler", share, off, step["sampler_gap"], known)
+        yield Evidence("sampler", share, off, step["sampler_gap"], known)
 
 
-def _unsampled(step: _Step) -> Iterator[Found]:
+def _unsampled(step: _Step) -> Iterator[Evidence]:
     """-log p has the entropy as its expectation, for samples of the policy."""
     limit, sampled = step.limit, step["logp"] - step["log_ratio"].nan_to_num()  # when it was drawn
     surprise = -sampled - step["entropy"]
@@ -319,29 +319,29 @@ def _unsampled(step: _Step) -> Iterator[Found]:
         size = abs(float(surprise[known].mean()) if mean > 0 else mean)
         share = size / max(float(-sampled[known].mean()), float(step["entropy"][known].mean()))
         text = "surprise" if mean > 0 else "no_surprise"
-        yield Found(text, share, known, surprise, {"mean": size})
+        yield Evidence(text, share, known, surprise, {"mean": size})
         return
     share = max(step.share(far), float(step.part[far].sum()))
     if share >= limit.tokens or (surprise[known] > 2 * limit.surprise).any():
-        yield Found("unsampled", share, far, surprise)
+        yield Evidence("unsampled", share, far, surprise)
 
 
-def _entropy(step: _Step) -> Iterator[Found]:
+def _entropy(step: _Step) -> Iterator[Evidence]:
     entropy, limit = step["entropy"], step.limit.entropy
     if (mean := float(entropy[step.policy].mean())) < limit:
-        yield Found("entropy", step.share(entropy < limit), step.policy, entropy, {"mean": mean})
+        yield Evidence("entropy", step.share(entropy < limit), step.policy, entropy, {"mean": mean})
 
 
-def _clipped(step: _Step) -> Iterator[Found]:
+def _clipped(step: _Step) -> Iterator[Evidence]:
     # A KL, or a clip of weights, leaves a gradient to a token whose ratio is cut off.
     usual = (step["weight"] * step["advantage"]).abs()
     chosen = (step["clip"].nan_to_num() != 0) & (step["gradient"].abs() < 0.1 * usual)
     share = float(chosen.sum() / (usual > 0).sum().clamp(min=1))
     if share >= step.limit.clipped:
-        yield Found("clipped", share, chosen, step["ratio"])
+        yield Evidence("clipped", share, chosen, step["ratio"])
 
 
-def _learning_rate(step: _Step) -> Iterator[Found]:
+def _learning_rate(step: _Step) -> Iterator[Evidence]:
     limit = step.limit.moved
     for name, mean in (("moved", torch.mean), ("log_ratio", torch.median)):
         size = step[name][step.policy].abs()
@@ -349,17 +349,17 @@ def _learning_rate(step: _Step) -> Iterator[Found]:
             # The part of the movement that is beyond the limit.
             share = float((size - limit).clamp(min=0).sum() / size.sum())
             far = step.policy & (step[name].abs() > limit)
-            return (yield Found(name, share, far, step[name], {"mean": middle}))
+            return (yield Evidence(name, share, far, step[name], {"mean": middle}))
 
 
-def _truncated(step: _Step) -> Iterator[Found]:
+def _truncated(step: _Step) -> Iterator[Evidence]:
     chosen = (step.fact("truncated") == 1)[step.sequence]
     if (share := float(step.part[chosen].sum())) >= step.limit.truncated:
-        yield Found("truncated", share, chosen, step.part)
+        yield Evidence("truncated", share, chosen, step.part)
 
 
-# Those that take tokens from the next come first; then options of this library, and of peers.
-_CAUSES: dict[str, tuple[Callable[[_Step], Iterator[Found]], str]] = {
+# Causes that exclude tokens from later ones come first. Remedies: our options, then peers'.
+_CAUSES: dict[str, tuple[Callable[[_Step], Iterator[Evidence]], str]] = {
     "not_finite": (_not_finite, "look for NaN or inf in weights, hidden states, old_logps and "
         "ref_logps; go back to a checkpoint"),
     "kl": (_kl, "kl_clamp (verl clamps k3 to 10), kl_estimator 'k2', a lower beta (verl: "

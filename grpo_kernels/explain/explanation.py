@@ -78,7 +78,7 @@ class Explanation:
 
 
 def shares(x: Tensor) -> Tensor:
-    """Absolute values as shares of their sum; where some are not finite, these share all of it."""
+    """Absolute values as shares of their sum; values that are not finite share all of it."""
     size = x.abs() if x.isfinite().all() else (~x.isfinite()).to(x.dtype)
     # Relative to the largest, so that no sum overflows.
     size = size / size.max().clamp(min=torch.finfo(x.dtype).tiny) if size.numel() else size
@@ -93,7 +93,7 @@ def sums_of(x: Tensor, sequence: Tensor, count: int) -> Tensor:
 def sequence_shares(
     columns: Mapping[str, Tensor], sequence: Tensor, count: int
 ) -> dict[str, list[float]]:
-    """Shares of each sequence in the step's loss, gradient and, where there is one, KL."""
+    """Shares of each sequence in the step's loss, gradient and KL, if there is one."""
     parts = {"loss_share": shares(columns["loss"]), "gradient_share": columns["gradient_share"]}
     if "kl" in columns:  # none at tokens outside of the mask
         parts["kl_share"] = shares(torch.where(columns["advantage"].isnan(), 0.0, columns["kl"]))

@@ -14,14 +14,14 @@ import torch
 from .explanation import SHARES, Explanation, group_sums
 from .records import LARGEST, text_of
 
-# prime-rl's names of the columns that both have. Its ratio is the policy's to the sampler's.
+# prime-rl's names of our columns. Its ratio is the policy's to the sampler's.
 _PRIME_RL = {
     "importance_ratio": "ratio", "trainer_logprobs": "logp", "entropy": "entropy",
     "advantages": "advantage", "is_masked": "dropped", "log_importance_ratio": "sampler_gap",
 }  # fmt: skip
 # Numbers of a sequence that causes, groups and pages compute with.
 _NUMBERS = ("length", "advantage", "reward", "truncated")
-# What is known of a sequence, and its tokens' columns by name.
+# Facts of a sequence, and its tokens' columns by name.
 Row = tuple[dict[str, Any], dict[str, list[Any]]]
 
 
@@ -58,7 +58,7 @@ def read(path: str | Path) -> Explanation:
 def _parse(
     path: Path, place: str, items: Iterable[Any], parse: Callable[[Any], Row], rows: list[Row]
 ) -> None:
-    """Adds a file's rows, which have the same columns; an error says in which one it is."""
+    """Adds a file's rows, which have the same columns; an error names the row."""
     for number, item in enumerate(items, 1):
         try:
             rows.append(parse(item))
@@ -75,7 +75,7 @@ def _line(line: bytes) -> Row:
 
 
 def _own(row: dict[str, Any]) -> Row:
-    """Checks a row of `write_jsonl`. Sequences are counted anew: a file may have some of them."""
+    """Checks a row of `write_jsonl`. Drops sequence numbers: a file may have only some rows."""
     tokens, group = row.pop("tokens", None), row.get("group", "none")
     _expect(isinstance(tokens, dict), "tokens: an object", tokens)
     _expect(isinstance(tokens.get("position"), list), "tokens.position: a list", [*tokens])
@@ -111,7 +111,7 @@ def _prime_rl(row: dict[str, Any]) -> Row:
     ends = zip(columns["is_masked_low"], columns["is_masked_high"], strict=True)
     tokens = {"position": [i - start for i in trained], "token_id": columns["token_ids"]}
     tokens |= {ours: columns[theirs] for theirs, ours in _PRIME_RL.items()}
-    # Its mask is by the importance ratio, and the weight of the others is not exported.
+    # prime-rl masks by the importance ratio and does not export the weight of other tokens.
     tokens["importance_weight"] = [0.0 if x == 1 else math.nan for x in tokens["dropped"]]
     return sequence, tokens | {"clip": [high - low for low, high in ends]}
 
@@ -160,13 +160,13 @@ def _explanation(path: Path, rows: Sequence[Row]) -> Explanation:
 
 def _column(name: str, values: Any, count: int, label: str) -> list[Any]:
     """Checks a list of a row, and returns it with NaN and infinity."""
-    whole, text = name in ("position", "token_id"), name == "text"
-    types = (int,) if whole else (str,) if text else (int, float, bool, type(None))
-    kind = "whole numbers" if whole else "texts" if text else "numbers or null"
+    integers, text = name in ("position", "token_id"), name == "text"
+    types = (int,) if integers else (str,) if text else (int, float, bool, type(None))
+    kind = "whole numbers" if integers else "texts" if text else "numbers or null"
     _expect(isinstance(values, list) and len(values) == count, f"{label}: {count} {kind}", values)
-    wrong = [x for x in values if type(x) not in types or (whole and x.bit_length() > 63)]
+    wrong = [x for x in values if type(x) not in types or (integers and x.bit_length() > 63)]
     _expect(not wrong, f"{label}: {kind}", *wrong[:1] or [None])
-    if whole or text:
+    if integers or text:
         return list(values)
     floats = [math.nan if x is None else float(x) for x in values]
     return [math.copysign(math.inf, x) if abs(x) >= LARGEST else x for x in floats]

@@ -15,7 +15,7 @@ from typing import Any
 from .explanation import Explanation
 from .records import read_rows, read_values
 
-# Our names, and what others call the same: TRL and ms-swift, verl, torchforge; the first one wins.
+# Our names, and the same in TRL and ms-swift, verl, torchforge; the first that a log has wins.
 NAMES: dict[str, tuple[str, ...]] = {
     "step": ("Step", "_step", "global_step", "training/global_step", "global_step/max_steps"),
     "loss": ("Training Loss", "actor/loss", "actor/pg_loss"),
@@ -42,7 +42,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "answers_timed_out": (), "support/mean": (), "loss_scale": (), "bad_updates": (),
 }  # fmt: skip
 _PLACES = {x: (ours, i) for ours, theirs in NAMES.items() for i, x in enumerate((ours, *theirs))}
-# Metrics whose names have a part of the user's own.
+# Metrics whose names have a user-defined part.
 _ACCURACY = r"rewards?/[^/]*(accuracy|correct)[^/]*(/mean)?"
 _OWN = {
     "accuracy": re.compile(_ACCURACY, re.I),
@@ -58,10 +58,10 @@ _EXPECTED = (
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, str]]:
-    """Returns the rows of a log; options from a file beside it; and its names of our metrics.
+    """Returns the rows of a log, options from a file next to it, and its names of our metrics.
 
-    A row has a whole `step` and numbers by our names; None stands for NaN in our own files. Of a
-    step that was logged twice, as in a run that was resumed, the later numbers stay.
+    A row has an integer `step` and numbers by our names; our files have None for NaN. If a step was
+    logged twice, as in a resumed run, the later numbers count.
 
     Raises:
         ValueError: naming file and line, what was expected and what came.
@@ -85,7 +85,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, st
 
 
 def _options(path: Path) -> dict[str, Any]:
-    """The numbers among a run's options and its dtype, which stands in a model's config, too."""
+    """The numbers among a run's options, and its dtype, which a model's config has, too."""
     if path.name not in ("metrics.jsonl", "trainer_state.json"):
         return {}
     values = read_values(path.with_name("config.json"))
@@ -103,7 +103,7 @@ def _json(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _lines(text: str) -> Iterator[dict[str, Any]]:
-    """Rows of JSONL, of printed dicts and of verl's console; other lines are left out."""
+    """Rows of JSONL, of printed dicts and of verl's console; other lines are skipped."""
     for line in text.splitlines():
         try:
             row = json.loads(line)
@@ -132,7 +132,7 @@ def _table(text: str) -> list[dict[str, Any]]:
 
 
 def _named(raw: Mapping[str, Any], number: int, names: dict[str, str]) -> dict[str, Any]:
-    """Returns the row of a step with our names, and adds the log's to `names`.
+    """Returns the row of a step with our names, and adds the log's names to `names`.
 
     `number` is for logs that have none.
     """
@@ -154,10 +154,10 @@ def _named(raw: Mapping[str, Any], number: int, names: dict[str, str]) -> dict[s
 
 @lru_cache(1000)
 def _place(name: str) -> tuple[str, int, str] | None:
-    """The name of a metric here, its rank among others' names of the same, and the log's."""
+    """A metric's name here, its rank among others' names, and the log's name."""
     name = re.sub(r" *(/) *", r"\1", name).strip().removeprefix("train/")
-    own = [(ours, 9) for ours, pattern in _OWN.items() if pattern.fullmatch(name)]
-    return next(((*place, name) for place in [_PLACES.get(name), *own] if place), None)
+    user_defined = [(ours, 9) for ours, pattern in _OWN.items() if pattern.fullmatch(name)]
+    return next(((*place, name) for place in [_PLACES.get(name), *user_defined] if place), None)
 
 
 def _number(x: Any) -> float | None:
@@ -169,7 +169,7 @@ def _number(x: Any) -> float | None:
 
 
 def row_of(explanation: Explanation) -> dict[str, Any]:
-    """Returns the metrics of a step that its tokens tell, as a row."""
+    """Returns the metrics of a step that follow from its tokens, as a row."""
     columns, sequences = explanation.columns, explanation.sequences
     row = dict[str, Any](step=1)
     for name in columns.keys() & {"entropy", "kl", "sampler_gap"}:

@@ -1,4 +1,4 @@
-"""Pages in one HTML file that need no network: a head that all share, and a part of their own."""
+"""Pages in one HTML file that need no network: a shared frame, and a part for each kind of page."""
 
 from __future__ import annotations
 
@@ -26,14 +26,10 @@ _STEP = re.compile(r"step-(\d+)\.html")
 
 
 def render(name: str, title: str, data: Mapping[str, Any], **texts: str) -> str:
-    """Returns a page in ASCII, which runs only its own script and loads nothing.
+    """Returns a page in ASCII, which runs only its script and loads nothing.
 
-    Args:
-        name: the part of its own, `step.html`, say: a style, what stands in the header and below
-            it, and a script.
-        title: of the page and its tab.
-        data: what the script finds as `D`.
-        texts: texts for places of the part, `VERDICT="..."` for `@VERDICT@`.
+    `name`: the kind's part, such as `step.html`, with style, header, body and script. `data`: the
+    script's variable `D`. `texts` replace places of the part: `VERDICT="..."` for `@VERDICT@`.
     """
     escaped = {
         key: html.escape(printable(text)).encode("ascii", "xmlcharrefreplace").decode()
@@ -48,11 +44,11 @@ def render(name: str, title: str, data: Mapping[str, Any], **texts: str) -> str:
 def _template(name: str) -> str:
     """The page without its data, with the digests of its style and script."""
     folder = Path(__file__).parent
-    text, own = ((folder / x).read_text(encoding="ascii") for x in ("page.html", name))
-    own = re.sub(r"@(\w+\.js)@\n", lambda place: (folder / place[1]).read_text("ascii"), own)
+    text, source = ((folder / x).read_text(encoding="ascii") for x in ("page.html", name))
+    source = re.sub(r"@(\w+\.js)@\n", lambda place: (folder / place[1]).read_text("ascii"), source)
     parts = r"<style>\n(.*)</style>\n<header>(.*?)</header>\n(.*)<script>\n(.*)</script>\n"
-    found = re.fullmatch(parts, own, re.DOTALL).groups()  # type: ignore[union-attr]
-    for place, part in zip(("OWN_STYLE", "HEAD", "BODY", "OWN_SCRIPT"), found, strict=True):
+    groups = re.fullmatch(parts, source, re.DOTALL).groups()  # type: ignore[union-attr]
+    for place, part in zip(("OWN_STYLE", "HEAD", "BODY", "OWN_SCRIPT"), groups, strict=True):
         text = text.replace(f"@{place}@", part)
     for part in ("style", "script"):
         code = re.search(f"<{part}>(.*?)</{part}>", text, re.DOTALL)[1]  # type: ignore[index]
@@ -90,7 +86,7 @@ def step_page(
 
 
 def _place(title: str, page: Path) -> tuple[str, dict[str, str]]:
-    """The title and the links of a page, which are a step's in a run's folder."""
+    """The title and the links of a page; a step's page in a run's folder links to other pages."""
     here = _STEP.fullmatch(page.name)
     if page.parent.name != "explanations" or not here:
         return title, dict.fromkeys(("REPORT", "PREVIOUS", "NEXT"), "")
@@ -107,12 +103,12 @@ def _place(title: str, page: Path) -> tuple[str, dict[str, str]]:
 
 def pages(folder: Path) -> dict[int, str]:
     """The names of the pages of steps, by step, in order."""
-    found = (_STEP.fullmatch(path.name) for path in folder.glob("step-*.html"))
-    return dict(sorted((int(name[1]), name[0]) for name in found if name))
+    matches = (_STEP.fullmatch(path.name) for path in folder.glob("step-*.html"))
+    return dict(sorted((int(name[1]), name[0]) for name in matches if name))
 
 
 def link_next(folder: Path, step: float, name: str) -> None:
-    """Has the last page before a step lead to this one as the next; to none, if it is empty."""
+    """Links the last page before a step to the page `name`; to none, if it is empty."""
     for page in [folder / x for number, x in pages(folder).items() if number < step][-1:]:
         place, scratch = rb'(<a rel="next" href=")[^"]*', page.with_suffix(".tmp")
         scratch.write_bytes(re.sub(place, rb"\g<1>" + name.encode(), page.read_bytes(), count=1))

@@ -1,7 +1,7 @@
 """Rows in JSON: one per sequence of an explanation, and one per step of a run.
 
-An explanation's are strict JSON, which has neither NaN nor infinity: null stands for the first, the
-largest float32 for the second.
+An explanation's rows are strict JSON, which has no NaN and no infinity: null stands for NaN, the
+largest float32 for infinity.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def write_jsonl(explanation: Explanation, path: str | Path) -> None:
-    """Writes one row per sequence: all of the explanation but its causes, which a reader ranks."""
+    """Writes one row per sequence, without the causes, which a reader ranks."""
     e, lines = explanation, []
     tokens: dict[str, list[Any]] = {"position": e.position.tolist()}
     if e.token_ids is not None:
         tokens["token_id"] = e.token_ids.tolist()
     if e.texts is not None:
         tokens["text"] = [text for texts in e.texts for text in texts]
-    for name, column in e.columns.items():  # nine digits tell all float32 apart
+    for name, column in e.columns.items():  # nine digits distinguish all float32
         tokens[name] = [float(f"{x:.9g}") for x in column.tolist()]
     ends = [0, *e.sequence.bincount(minlength=len(e.sequences)).cumsum(0).tolist()]
     for i, (start, end) in enumerate(pairwise(ends)):
@@ -39,7 +39,7 @@ def write_jsonl(explanation: Explanation, path: str | Path) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a file that have a whole `step`; none if there is no such file.
+    """Returns the rows of a file that have an integer `step`; none if there is no such file.
 
     Damaged and unfinished lines are skipped.
     """
@@ -65,7 +65,7 @@ def read_values(path: Path) -> dict[str, Any]:
 def text_of(prompt: Any, without: str = "") -> str:
     """Returns the text of a prompt or of its messages, whose content may be in parts.
 
-    Those of the role `without` are left out.
+    Messages of the role `without` are skipped.
     """
     if isinstance(prompt, str):
         return prompt
@@ -81,7 +81,7 @@ def dump(x: Any) -> str:
 
 
 def _strict(x: Any) -> Any:
-    """Replaces NaN and infinity by what stands for them in a file."""
+    """Replaces NaN and infinity as files have them."""
     if isinstance(x, Mapping):
         return {str(key): _strict(value) for key, value in x.items()}
     if isinstance(x, list | tuple):

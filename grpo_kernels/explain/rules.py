@@ -1,4 +1,4 @@
-"""Rules that tell whether the numbers of a run are normal: one table, and what applies it.
+"""Rules for the numbers of a run: one table, and functions that apply it.
 
 `docs/normal.md`, the trainer's warnings and the answers of `python -m grpo_kernels.explain LOG`
 come from this table.
@@ -24,19 +24,19 @@ class Rule(NamedTuple):
     live: int  # number of last steps by which the trainer warns during a run; 0: never
     find: Callable[[Log], str]  # returns the numbers of a log that show it, in words, or ""
     source: str  # threads and papers
-    reading: str  # what is seen
+    sign: str  # the sign in the log
     why: str
-    do: str = ""  # our options, then those of others
+    remedy: str = ""  # our options, then others'
 
 
 class Finding(NamedTuple):
-    """A rule, and the numbers it saw."""
+    """A rule, and the numbers that show it."""
 
     rule: Rule
-    saw: str
+    evidence: str
 
     def __str__(self) -> str:
-        return " ".join(f"{x}." for x in (self.saw, self.rule.why, self.rule.do) if x)
+        return " ".join(f"{x}." for x in (self.evidence, self.rule.why, self.rule.remedy) if x)
 
 
 QUESTIONS: dict[str, tuple[Rule, ...]] = {
@@ -201,37 +201,31 @@ python -m grpo_kernels.explain step_12/    # tokens: TRL's parquet, prime-rl's e
 def verdicts(
     rows: Sequence[Row], options: Mapping[str, Any] = {}, names: Mapping[str, str] = {}
 ) -> list[Finding]:
-    """Returns what a log shows, the most urgent first.
+    """Returns the findings in a log, the most urgent first.
 
-    Args:
-        rows: steps with our names of metrics, as `logs.read` returns them.
-        options: those of the run that are known, as its `config.json` has them.
-        names: the log's names of our metrics, for what is said.
+    `rows` have our names of metrics; `names` are the log's, for the texts. `options`: the run's
+    known options.
     """
     first = next((row for row in rows if row.get("entropy") is not None), {})
-    log, found = Log(rows, options, first), []
+    log, findings = Log(rows, options, first), []
     for rule in RULES.values():
         if saw := rule.find(log):
             saw = re.sub(r"[\w/]+", lambda word: names.get(word[0], word[0]), saw)
-            found.append(Finding(rule, saw))
-    return sorted(found, key=lambda x: [*VERDICTS].index(x.rule.verdict))
+            findings.append(Finding(rule, saw))
+    return sorted(findings, key=lambda x: [*VERDICTS].index(x.rule.verdict))
 
 
 class Watch:
-    """The trainer's warnings, step by step; the same one comes again only after `FAST` steps.
-
-    Args:
-        options: the run's.
-    """
+    """The trainer's warnings, step by step; each is repeated after `FAST` steps at the earliest."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
-        self.first: Row = {}  # which has an entropy
+        self.first: Row = {}  # the first row with an entropy
         self.rows: deque[Row] = deque(maxlen=WINDOW)
         self.last_steps: dict[str, int] = {}  # by rule
 
     def after_step(self, row: Row) -> list[dict[str, str]]:
-        """Returns names and texts of the rules that the last steps break; call it for each step."""
+        """Returns names and texts of the rules that the last steps show; call it for each step."""
         self.rows.append(row)
         if self.first.get("entropy") is None:
             self.first = row
@@ -252,13 +246,13 @@ def markdown() -> str:
     lines = [_INTRODUCTION, "| question | verdict |", "|---|---|"]
     for question, rules in QUESTIONS.items():
         kept = "".join(x for x in question.lower() if x.isalnum() or x in " -")
-        found = ", ".join(x for x in VERDICTS if x in {rule.verdict for rule in rules})
-        lines.append(f"| [{question}](#{kept.replace(' ', '-')}) | {found} |")
+        shown = ", ".join(x for x in VERDICTS if x in {rule.verdict for rule in rules})
+        lines.append(f"| [{question}](#{kept.replace(' ', '-')}) | {shown} |")
     for question, rules in QUESTIONS.items():
         lines += ["", f"## {question}"]
         for rule in rules:
-            more = "".join(f" {x}." for x in (rule.why, rule.do) if x)
-            text = f"**{rule.reading}: {rule.verdict}.**{more}"
+            more = "".join(f" {x}." for x in (rule.why, rule.remedy) if x)
+            text = f"**{rule.sign}: {rule.verdict}.**{more}"
             text = re.sub(r"(?<![`\w/])([\w/]+_[\w/]+|rewards/\S+)", r"`\1`", text)
             lines += ["", f"{text} ({rule.source})"]
     return "\n".join(lines) + "\n"

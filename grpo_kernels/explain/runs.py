@@ -1,4 +1,4 @@
-"""The page of a run, or of several beside each other, from the files in their folders."""
+"""The page of a run, or of several for comparison, from the files in their folders."""
 
 from __future__ import annotations
 
@@ -23,18 +23,14 @@ DATA, SIZE = ("dataset", "dataset_config"), ("prompts_per_step", "num_generation
 def write(folders: Sequence[str | Path], output: str | Path) -> str:
     """Writes the page of one to six runs; returns its verdict and figures, as text.
 
-    Args:
-        folders: the runs', each with a `config.json`.
-        output: the page, whose links to steps are relative.
-
     Raises:
-        ValueError: no folder, more than six, or one that is not a run's.
+        ValueError: no folder, more than six, or a folder that is not a run's.
     """
     paths, output = [*dict.fromkeys(Path(x).resolve() for x in folders)], Path(output).resolve()
     if not 1 <= len(paths) <= MOST:
         raise ValueError(f"folders: expected 1 to {MOST} runs; got {len(paths)}: compare fewer")
     names, depth = [path.name for path in paths], 1
-    while len({*names}) < len(names):  # as many parents as tell them apart
+    while len({*names}) < len(names):  # until the names differ
         depth += 1
         names = ["/".join(path.parts[-depth:]) for path in paths]
     prompts: dict[str, int] = {}
@@ -82,15 +78,15 @@ def _rows(path: Path, *keys: str) -> list[dict[str, Any]]:
 
 
 def _signs(row: Run) -> dict[str, Any]:
-    """The step of a row, its warnings and why it was explained, as far as they are of our form."""
+    """The step of a row, its warnings and why it was explained, if they have our form."""
     warnings, explained = row.get("warnings"), row.get("explained")
-    found = [x for x in warnings if isinstance(x, dict)] if isinstance(warnings, list) else []
-    signs = {"warnings": found, "explained": explained if isinstance(explained, dict) else None}
+    valid = [x for x in warnings if isinstance(x, dict)] if isinstance(warnings, list) else []
+    signs = {"warnings": valid, "explained": explained if isinstance(explained, dict) else None}
     return {"step": row["step"], **{name: x for name, x in signs.items() if x}}
 
 
 def _short(x: Any) -> float | None:
-    """A number of five digits; None of what is no number, or not finite."""
+    """The value to five digits; None unless it is a finite number."""
     if not isinstance(x, int | float) or not abs(x) < 1e300:
         return None
     return int(x) if x == int(x) and abs(x) < 1e15 else float(f"{x:.5g}")
@@ -121,7 +117,7 @@ def _summary(run: Run) -> str:
         [x for x in run["columns"].get(name, ()) if x is not None]
         for name in ("reward", "seconds", "completion_length", "peak_memory_gib")
     )
-    # Not `tokens`, which counts those of every update: of two epochs twice.
+    # The metric `tokens` would count the tokens of two epochs twice.
     tokens = sum(lengths) * math.prod(run["options"].get(name, 0) for name in SIZE)
     parts = []
     if total := sum(seconds):
@@ -137,10 +133,10 @@ def _summary(run: Run) -> str:
 
 
 def _difference(x: Run, i: int, y: Run) -> dict[str, Any]:
-    """The 95 % interval of the last accuracy of `y` minus that of `x` at its evaluation `i`.
+    """The 95 % interval of the last accuracy of `y` minus the accuracy of `x` at evaluation `i`.
 
-    Of the same problems: McNemar's exact test, and the interval of Agresti and Min (2005). Else, as
-    of independent samples, Newcombe's method 10 (1998).
+    For the same problems: McNemar's exact test, and the interval of Agresti and Min (2005).
+    Otherwise, as for independent samples, Newcombe's method 10 (1998).
     """
     if len(x["evaluations"]) < 2 - (x is not y):
         return {}
@@ -160,7 +156,7 @@ def _difference(x: Run, i: int, y: Run) -> dict[str, Any]:
 
 
 def _verdict(run: Run) -> str:
-    """Says in a sentence what came of a run."""
+    """A sentence about the result of a run."""
     evaluations, change, steps = run["evaluations"], run["change"], run["steps"]
     text = "No held-out problems were answered." if steps else "No step is done yet."
     if evaluations:
@@ -179,7 +175,7 @@ def _verdict(run: Run) -> str:
 
 
 def _comparison(runs: Sequence[dict[str, Any]]) -> str:
-    """Says which run answers most problems; adds to the others how far behind they are."""
+    """A sentence about the most accurate run; adds to the others how far behind they are."""
     known = [run for run in runs if run["evaluations"]]
     if not known:
         return "No held-out problems were answered in these runs."

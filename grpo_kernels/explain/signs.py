@@ -1,4 +1,4 @@
-"""Signs that the rules look for in a log: each function returns the numbers it saw, else ""."""
+"""Signs in a log that the rules look for: each function returns their numbers as text, or ""."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEIGHT = 0.02  # usual size of a language model's weight
 
 @dataclass(frozen=True)
 class Log:
-    """Rows of steps with our names, options as far as they are known, and the run's first row."""
+    """Rows of steps with our names, the known options, and the run's first row."""
 
     rows: Sequence[Row]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Log:
     read: dict[tuple[str, ...], list[list[float]]] = field(default_factory=dict)
 
     def columns(self, *names: str) -> list[list[float]]:
-        """Steps and values of metrics, of the rows where all of these are finite numbers."""
+        """Steps and values of metrics, from the rows where all of these are finite numbers."""
         if names not in self.read:
             rows = ([row.get("step", 0), *map(row.get, names)] for row in self.rows)
             known = [row for row in rows if all(isinstance(x, (int, float)) for x in row)]
@@ -45,7 +45,7 @@ class Log:
         return f"{name} is {low}" + f" to {high}" * (high != low)
 
     def top(self, limit: float, *names: str) -> str:
-        """The first of these metrics whose largest value is above the limit."""
+        """The first of these metrics with a value above the limit."""
         for name in names:
             value, step = max(zip(self[name], self.columns(name)[0], strict=True), default=(0.0, 0))
             if value > limit:
@@ -82,8 +82,8 @@ def loss_is_kl(log: Log) -> str:
 
 
 def kl_absent(log: Log) -> str:
-    of_grpo = any(row.keys() & {"kl", "reward", "clip_ratio/region_mean"} for row in log.rows)
-    if log.options.get("beta") or log["kl"] or not (log["loss"] and of_grpo):
+    is_grpo = any(row.keys() & {"kl", "reward", "clip_ratio/region_mean"} for row in log.rows)
+    if log.options.get("beta") or log["kl"] or not (log["loss"] and is_grpo):
         return ""
     return "kl is NaN" if any("kl" in row for row in log.rows) else "the log has no kl"
 
@@ -94,8 +94,8 @@ def kl_zero(log: Log) -> str:
 
 
 def kl_negative(log: Log, usual: bool = True) -> str:
-    found = [x for x in ("kl", "old_kl") if min(log[x], default=0.0) < 0]
-    return next((log.span(x) for x in found if (median(log[x]) >= -0.1) == usual), "")
+    negative = [x for x in ("kl", "old_kl") if min(log[x], default=0.0) < 0]
+    return next((log.span(x) for x in negative if (median(log[x]) >= -0.1) == usual), "")
 
 
 def kl_large(log: Log) -> str:
@@ -109,13 +109,13 @@ def kl_large(log: Log) -> str:
 
 def entropy_low(log: Log) -> str:
     last, first = median(log["entropy"][-WINDOW:] or [1.0]), log.first.get("entropy") or 0.0
-    late = log.first.get("step", 0) > FAST  # so the log does not tell where it began
+    late = log.first.get("step", 0) > FAST  # the log lacks the run's beginning
     low = last < 0.05 and (late or last < 0.2 * first)
     return f"entropy went from {first:.2f} to {last:.3f}" if low else ""
 
 
 def entropy_falls(log: Log, learns: bool) -> str:
-    """Compares means of `WINDOW` steps; `learns` tells whether the reward rose meanwhile."""
+    """Compares means of `WINDOW` steps; `learns`: the reward must have risen, or must not have."""
     steps, entropy = log.columns("entropy")
     if len(steps) < 2 or (learns and entropy_low(log)):
         return ""
@@ -143,14 +143,14 @@ def clip_zero(log: Log) -> str:
 
 
 def stretch(log: Log, name: str, least: float) -> str:
-    """The longest stretch of such values, if it is the whole log, or too long for chance."""
+    """The longest stretch of values >= `least`, if it is the whole log, or too long for chance."""
     run = longest = end = 0
     steps, values = log.columns(name)
     for step, x in zip(steps, values, strict=True):
         run = run + 1 if x >= least else 0
         if run > longest:
             longest, end = run, int(step)
-    # One prompt a step is all equal as often as a prompt is: such steps come in a row by chance.
+    # With one prompt per step, steps of equal rewards come in a row by chance.
     others = sum(x >= least for x in values) - longest
     share = (others + 1) / (len(values) - longest + 2)
     by_chance = len(values) * share**longest > 0.02
@@ -167,7 +167,7 @@ def truncated(log: Log) -> str:
 
 def bad_gradient(log: Log) -> str:
     bad = [
-        # Our own files have null for both.
+        # Our files have null for both.
         f"{name} is {'NaN or infinite' if row[name] is None else row[name]} at step {row['step']}"
         for row in log.rows
         for name in ("grad_norm", "loss") if not_finite(row, name) and not skipped_by_scaler(row)
@@ -193,12 +193,12 @@ def spikes(log: Log) -> str:
     watch = ExplainedSteps(".", most=len(log.rows))
     steps, norms = log.columns("grad_norm")
     why = [watch.why({"step": i, "grad_norm": x}) for i, x in zip(steps, norms, strict=True)]
-    found = [f"at step {i:.0f} {x}" for i, x in zip(steps, why, strict=True) if x]
-    return "; ".join(found[:3]) + f"; and {len(found) - 3} more" * (len(found) > 3)
+    jumps = [f"at step {i:.0f} {x}" for i, x in zip(steps, why, strict=True) if x]
+    return "; ".join(jumps[:3]) + f"; and {len(jumps) - 3} more" * (len(jumps) > 3)
 
 
 def hacking(log: Log) -> str:
-    """Accuracy is that of held-out problems, if it has two values; it falls beyond its noise."""
+    """Falling accuracy beyond its noise: of held-out problems, if the log has two evaluations."""
     was, now, noise = log.change("reward")
     name = "held_out_accuracy" if len(log["held_out_accuracy"]) > 1 else "accuracy"
     k, sums = max(1, len(log[name]) // 4), [0.0, *accumulate(log[name])]
@@ -215,25 +215,25 @@ def hacking(log: Log) -> str:
 
 
 def gap(log: Log, kind: str) -> str:
-    """The log's difference between sampler and trainer, if it is of this kind."""
+    """The difference between sampler and trainer, if it is of this kind."""
     gaps, largest = log["sampler_gap"], log["sampler_gap_max"] or [0.0]
     ratio = log["sampling/importance_sampling_ratio/mean"]
     if not gaps:
         return ""
     first, last, ratio_is = gaps[0], median(gaps[-WINDOW:]), median(ratio or [1.0])
     if first >= 1 or median(largest) >= 10:
-        found = "tokens"
+        likely = "tokens"
     elif first >= 0.1 or (first >= 0.02 and 0.9 < ratio_is <= 0.97):
-        found = "temperature"
+        likely = "temperature"
     elif last >= max(0.1, 4 * first):
-        found = "weights"
+        likely = "weights"
     else:
-        found = "product" if ratio_is <= 0.9 else "rounding" if last < 0.1 else ""
+        likely = "product" if ratio_is <= 0.9 else "rounding" if last < 0.1 else ""
     saw = f"sampler_gap was {first:.2g} nats at first, {last:.2g} at last"
     saw += f", {max(largest):.2g} at most" * any(largest) + f"; mean ratio {ratio_is:.3g}" * bool(
         ratio
     )
-    return saw if found == kind else ""
+    return saw if likely == kind else ""
 
 
 def no_support(log: Log) -> str:
@@ -244,7 +244,7 @@ def no_support(log: Log) -> str:
 
 
 def rounded_away(log: Log) -> str:
-    """Adam moves a weight by about the learning rate; bf16 keeps 8 bits of a weight."""
+    """Updates that bf16 rounds away: Adam moves a weight by about the learning rate."""
     rates, option = log["learning_rate"], log.options.get
     size = option("weight_size") or WEIGHT
     lost = rates and option("dtype") == "bf16" and not option("lora_rank")

@@ -1,4 +1,4 @@
-"""Steps of a run that are explained, and the folder of their pages."""
+"""The choice of steps to explain, and the folder of their pages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ExplainedSteps:
         self.seen = {name: deque[float](maxlen=WINDOW) for name in SPIKES}
 
     def open(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Begins a run, or goes on after these rows of its steps. No page follows the last one."""
+        """Begins a run, or goes on after these rows of its steps; the last page has no next one."""
         self.left = self.most
         for seen in self.seen.values():
             seen.clear()
@@ -62,7 +62,7 @@ class ExplainedSteps:
         """Returns the reason to explain a step, or None; call it for every step.
 
         Args:
-            row: metrics of the step, of which `grad_norm` and `kl` are used, and its number `step`.
+            row: the step's number `step` and its metrics `grad_norm` and `kl`; others are ignored.
         """
         spikes = []
         for name, least in SPIKES.items():
@@ -82,7 +82,7 @@ class ExplainedSteps:
         return f"every {self.every} steps" if self.every and row["step"] % self.every == 0 else None
 
     def write(self, step: int, why: str, explanation: Explanation) -> dict[str, Any]:
-        """Writes the page and the rows of a step, to which the page before then leads.
+        """Writes the page and the rows of a step; links the page before to it.
 
         Returns:
             The step's record: `why`; `spike`, False for every n-th step; the name of the first
@@ -99,7 +99,6 @@ class ExplainedSteps:
         return {"why": why, "spike": not why.startswith("every "), "cause": cause, "text": text}
 
     def page(self, step: int) -> Path:
-        """Returns where the page of a step is."""
         return self.folder / f"step-{step:06d}.html"
 
     def message(self, step: int, record: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from ..kernels import select_backend
 from ..loss.config import GRPOLossConfig
 from ..loss.cross_entropy import cross_entropy_terms
 from ..loss.grpo_loss import d_kl, policy_loss_and_grads
-from ..loss.inputs import check_entropy_given, loss_inputs
+from ..loss.inputs import check_has_entropy, loss_inputs
 from ..loss.metrics import metric_values
 from ..loss.objective import entropy_in_bonus, surrogate_scale, token_losses, tokens_of
 from ..loss.tokens import Tokens
@@ -29,7 +29,7 @@ from .explanation import Explanation, group_sums, sequence_shares, shares, sums_
 # Columns that are linear in the loss.
 _SCALED = {"gradient", "entropy_gradient", "loss", "policy", "kl_loss", "ce_loss", "entropy_loss",
            "weight", "d_hidden"}  # fmt: skip
-# Columns with a value at tokens outside of the mask, which only `ce_weights` have.
+# Columns that `ce_weights` give values outside of the mask.
 _OF_ALL = _SCALED - {"weight"} | {"gradient_share", "logp", "entropy", "moved"}
 
 
@@ -72,7 +72,7 @@ def explain(
         rewards: `[B]`, the reward of each completion.
         truncated: `[B]`, True if a completion ended at the length limit.
         d_hidden: `hidden.grad [..., H]`. `gradient_share` is then the share of the norms of its
-            rows, instead of |gradient|: what each token sends into the layers below, before tokens
+            rows, instead of |gradient|: each token's gradient into the layers below, before tokens
             cancel.
         next_logps: log-probs of the same tokens after the optimizer's step.
         prompts: `[B]` texts.
@@ -97,17 +97,17 @@ def explain(
             raise TypeError(f"{name}: expected a {kind.__name__}; got {type(x).__name__}")
     checks = ValueChecks()
     layout = Layout.of("out.logps", check_tensor("out.logps", out.logps), cu_seqlens, checks)
-    given = "kl" if config.exact_kl else "ref_logps"
-    reference: Tensor | None = getattr(out, given)
+    known_as = "kl" if config.exact_kl else "ref_logps"
+    reference: Tensor | None = getattr(out, known_as)
     constants = loss_inputs(
         config, layout, checks, advantages, layout.flat_mask(mask, checks), old_logps=old_logps,
         ref_logps=ref_logps, sampling_logps=sampling_logps, ce_weights=ce_weights,
         num_items=num_items, has_reference=reference is not None,
     )  # fmt: skip
     if reference is not None:
-        known: dict[str, Any] = {given: layout.flat(f"out.{given}", reference)}
+        known: dict[str, Any] = {known_as: layout.flat(f"out.{known_as}", reference)}
         constants = replace(constants, **known)
-    check_entropy_given(config, out.entropy)
+    check_has_entropy(config, out.entropy)
     entropy = None if out.entropy is None else layout.flat("out.entropy", out.entropy)
     columns = _columns(config, constants, layout.flat("out.logps", out.logps), entropy)
     if next_logps is not None:
@@ -239,11 +239,11 @@ def _to_cpu(
     if constants.ce_weights is not None:
         shown = shown | (constants.ce_weights != 0)
     rows = [shown, sequence, index - torch.searchsorted(sequence, sequence)]
-    whole = torch.stack(rows if ids is None else [*rows, ids]).cpu()
+    stacked = torch.stack(rows if ids is None else [*rows, ids]).cpu()
     numbers = torch.cat([table.flatten(), loss.detach().float().reshape(1)]).cpu()
-    at = whole[0] != 0
+    at = stacked[0] != 0
     values = dict(zip(columns, numbers[:-1].view(table.shape)[:, at], strict=True))
-    sequence, position, *rest = whole[1:, at]
+    sequence, position, *rest = stacked[1:, at]
     return values, sequence, position, rest[0] if rest else None, numbers[-1].item()
 
 
@@ -251,7 +251,6 @@ def _sequences(
     columns: dict[str, Tensor], sequence: Tensor, lengths: list[int], groups: Any, rewards: Any,
     truncated: Any, prompts: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The sums and facts of each sequence."""
     count, in_policy = len(lengths), ~columns["advantage"].isnan()
     known = columns["advantage"].nan_to_num(), in_policy
     sums = (sums_of(x, sequence, count).tolist() for x in known)
@@ -321,9 +320,9 @@ def _words(
 
 
 def decoded(tokenizer: Any, sequences: Sequence[list[int]]) -> list[list[str]]:
-    """A text per token of each sequence: what it adds to that of the tokens before it.
+    """A text per token of each sequence: what it adds to the text of the tokens before.
 
-    By itself a token may lose its space, and bytes of a character have no text until the last.
+    Decoded alone, a token may lose its space, and a byte of a character has no text.
 
     Raises:
         TypeError: the tokenizer has no `decode`.

@@ -1,7 +1,7 @@
-"""Bytes that a call has for logits and their gradients, and the rows that fit them.
+"""The byte budget of a call for logits and their gradients, and the rows that fit it.
 
-On a GPU, and where gradients are in half precision, a chunk's logits are made a strip at a time, so
-that most of the budget holds gradients: the more rows are multiplied at a time, the less often the
+On a GPU, and where gradients are in half precision, a chunk's logits are made a strip at a time.
+Most of the budget then holds gradients: the more rows a GEMM multiplies, the less often the
 weight's gradient is read and written.
 """
 
@@ -25,19 +25,12 @@ SWEPT_ROWS_PER_SM = 5
 
 
 class RowBytes(NamedTuple):
-    """The bytes that a row takes of the budget, and for what.
+    """The bytes that a row takes of the budget."""
 
-    Args:
-        columns: of a row of logits.
-        grad_bytes: of each entry of the gradient of the logits, 0 where it lies on their memory.
-        strips: a chunk's logits are made and used a few rows at a time.
-        models: whose logits are there at a time.
-    """
-
-    columns: int
-    grad_bytes: int = 0
-    strips: bool = False
-    models: int = 1
+    columns: int  # of a row of logits
+    grad_bytes: int = 0  # per entry of the logits' gradient; 0 where it overwrites the logits
+    strips: bool = False  # a chunk's logits are made and used a few rows at a time
+    models: int = 1  # whose logits are held at a time
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -55,12 +48,11 @@ def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> 
 
 
 def gpu(device: torch.device) -> Any:
-    """The properties of a CUDA device."""
     return torch.cuda.get_device_properties(device)
 
 
 def budget_of(weight: Tensor, row_bytes: RowBytes, chunk_bytes: int | None) -> int:
-    """The bytes for all buffers of a call, `chunk_bytes` or the device's."""
+    """The bytes for all buffers of a call, `chunk_bytes` or the device's default."""
     if chunk_bytes is not None:
         return chunk_bytes
     device = weight.device
@@ -69,11 +61,11 @@ def budget_of(weight: Tensor, row_bytes: RowBytes, chunk_bytes: int | None) -> i
 
 
 def block_bytes(taken: int, budget: int) -> int:
-    """The size of the block of memory for buffers that take so many bytes: one that calls share.
+    """The size of the block of memory for buffers of `taken` bytes.
 
-    A GPU's allocator uses a block again for a request of its size; from a larger one it cuts a
-    piece, and the tensors that it puts into the rest outlive the call. So a call takes the whole
-    budget, or a quarter of it, or a quarter of that, whatever its tokens are.
+    A GPU's allocator reuses a block for a request of its size; from a larger one it cuts a piece,
+    and the tensors that it puts into the rest outlive the call. So a call takes the budget, a
+    quarter of it, or a quarter of that, whatever its tokens are.
     """
     if not 0 < taken <= budget:
         return taken

@@ -16,7 +16,7 @@ from ..base.checks import (
     HEAD_DTYPES,
     ValueChecks,
     check_tensor,
-    name_of,
+    dtype_name,
     saveable,
 )
 from ..base.layout import Layout, check_target_ids, check_targets
@@ -29,7 +29,7 @@ from .lm_head import LMHead, Reference
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """A call over a head, checked and flat, without its tensors: all that a backward may keep.
+    """A call over a head, checked and flat, without its tensors, so that a backward may keep it.
 
     `checks` are still to be read from the device.
     """
@@ -37,7 +37,7 @@ class HeadSpec:
     num_terms: int  # of the raw logits, the head's weight first
     has_bias: bool  # the last term is a bias, which alone may be -inf
     targets: Tensor | None  # int64 [N] or [N, K]; None: no id has its log-prob read
-    sampled: bool  # the targets are the sampled tokens; False: ids to look up, or none
+    sampled: bool  # whether the targets were sampled; False: they are ids to look up, or None
     mask: Tensor | None  # bool [N], the tokens that take part; None: every token
     transform: LogitTransform
     layout: Layout
@@ -51,7 +51,7 @@ class HeadSpec:
 
     @property
     def sums(self) -> list[list[int]]:
-        """The terms by number, in groups after each of which a model rounds the sum so far."""
+        """The terms by number, in groups; a model rounds the sum after each group."""
         layer = [0, self.num_terms - 1] if self.has_bias else [0]
         return [layer, [k for k in range(self.num_terms) if k not in layer]]
 
@@ -64,10 +64,10 @@ class HeadSpec:
 
 
 class HeadCall(NamedTuple):
-    """A call over a head: the tensors that autograd follows, and all else.
+    """A call over a head: the tensors that autograd follows, and the rest.
 
-    `tensors` are x and y of each term in turns, `x0, y0, x1, y1, ...`, where y0 is the head's
-    weight; after them those of the reference.
+    `tensors` are x and y of each term in turns, `x0, y0, x1, y1, ...`, y0 the head's weight; then
+    the reference's tensors.
     """
 
     head: LMHead
@@ -75,7 +75,7 @@ class HeadCall(NamedTuple):
     spec: HeadSpec
 
     def with_reference(self, other: HeadCall, divergence: Divergence) -> HeadCall:
-        """The same call with the other model's beside it, from which a divergence is read."""
+        """The same call with a reference's, whose divergence from it is computed."""
         spec = replace(self.spec, reference=other.spec, divergence=divergence)
         return HeadCall(self.head, self.tensors + other.tensors, spec)
 
@@ -92,7 +92,7 @@ class HeadCall(NamedTuple):
 
 
 def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
-    """The other model's call on the same tokens, checked."""
+    """The reference's call on the same tokens, checked."""
     hidden, head = reference
     spec, shape = call.spec, call.spec.layout.shape
     targets, mask = (None if x is None else x.reshape(shape) for x in (spec.targets, spec.mask))
@@ -121,7 +121,7 @@ def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
 
 @contextmanager
 def named_reference(checks: ValueChecks) -> Iterator[None]:
-    """Errors, and value checks that are added, name the part of the reference that they are of."""
+    """Prefixes errors and value checks of the block with the reference's name."""
 
     def named(message: str) -> str:
         return f"reference.{'' if message.startswith(('hidden', 'head')) else 'head.'}{message}"
@@ -147,8 +147,8 @@ def head_call(
 ) -> HeadCall:
     """Checks and flattens the arguments that all calls over a head share.
 
-    `checks`: those of the call that it is a part of. `sampled`: the targets are the sampled tokens;
-    otherwise they are ids to look up, None for no id.
+    `checks`: the outer call's, if there is one. Targets that are not sampled are ids to look up, or
+    None.
     """
     check_execution(execution)
     head = _checked_head(hidden, head)
@@ -189,14 +189,10 @@ def check_ids(
     local_ids: Tensor,
     add_up: Callable[[Tensor], Tensor],
 ) -> None:
-    """Adds checks that targets are ids, and that sampled ones are not banned: they have no loss.
+    """Adds checks that targets are ids below `columns`, and that no head bans a sampled one.
 
-    Args:
-        call: of the policy.
-        reference: another model's, on the same tokens.
-        columns: of the vocabulary, on all ranks.
-        local_ids: the targets' columns on this rank; others are no columns of it.
-        add_up: sums a count over the ranks.
+    `local_ids`: the targets' columns on this rank, or numbers outside of it. `add_up` sums a count
+    over the ranks.
     """
     spec = call.spec
     if spec.targets is None:
@@ -217,7 +213,7 @@ def check_ids(
 
 
 def _checked_head(hidden: object, head: Tensor | LMHead) -> LMHead:
-    """The head, of plain tensors, which goes with `hidden [..., H]`."""
+    """Checks that the head consists of plain tensors and goes with `hidden [..., H]`."""
     hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES)
     if hasattr(hidden, "full_tensor"):
         raise TypeError(
@@ -253,9 +249,8 @@ def _gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype of the operands of GEMMs with the weight.
 
     CUDA tensor cores take bf16 and fp16 operands and give float32. Elsewhere the result would be
-    rounded to the operands' dtype, so they are upcast, a slice of the vocabulary at a time; before
-    Ampere bf16 is, too. Autocast asks for its dtype on CUDA; on a CPU it is ignored, to the
-    result's benefit.
+    rounded to the operands' dtype, so they are upcast, a slice of the vocabulary at a time; so is
+    bf16 before Ampere. Autocast sets its dtype on CUDA and is ignored on a CPU.
     """
     if hidden.device.type != "cuda" or torch.version.hip is not None:
         return torch.float32
@@ -275,9 +270,9 @@ def _gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 @cache
 def _warn_of_float32_products(hidden: torch.dtype, weight: torch.dtype) -> None:
     warnings.warn(
-        f"weight: {name_of(hidden)} hidden states and a {name_of(weight)} head are multiplied in "
-        "float32, some 15 times slower than in half precision: call under torch.autocast, or cast "
-        "one to the dtype of the other",
+        f"weight: {dtype_name(hidden)} hidden states and a {dtype_name(weight)} head are "
+        "multiplied in float32, some 15 times slower than in half precision: call under "
+        "torch.autocast, or cast one to the dtype of the other",
         stacklevel=2,
     )
 
@@ -293,11 +288,11 @@ def _warn_of_emulated_bf16() -> None:
 
 
 def _rounding(x: Tensor, y: Tensor, head: LMHead) -> torch.dtype | None:
-    """The dtype that the model's own layer would have `x @ y.T` in, if it is asked for."""
+    """The dtype in which the model's layer would return `x @ y.T`; None without that rounding."""
     if head.logits_dtype == "fp32":
         return None
     device = x.device.type
-    own = x.dtype if x.dtype == y.dtype else torch.float32
+    result = x.dtype if x.dtype == y.dtype else torch.float32
     if torch.is_autocast_enabled(device):
-        own = torch.get_autocast_dtype(device)
-    return None if own == torch.float32 else own
+        result = torch.get_autocast_dtype(device)
+    return None if result == torch.float32 else result

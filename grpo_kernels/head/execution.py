@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..base.checks import check_bool, check_choice, names_are_answered, plain_numbers
+from ..base.checks import check_bool, check_choice, convert_numbers, suggests_names
 from ..kernels import BACKENDS
 
 
-@names_are_answered
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """Backend, memory limit and reproducibility of a call; results agree up to rounding.
@@ -35,7 +35,7 @@ class Execution:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        convert_numbers(self)
         check_choice("backend", self.backend, BACKENDS)
         size = self.chunk_bytes
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -44,7 +44,6 @@ class Execution:
 
 
 def check_execution(execution: object) -> Execution:
-    """Returns `execution`, or raises TypeError for another type."""
     if not isinstance(execution, Execution):
         raise TypeError(f"execution: expected an Execution; got {execution!r}")
     return execution

@@ -1,21 +1,20 @@
-"""Per-token log-probs and entropy of a linear head, differentiable, for any loss of the caller's.
+"""Per-token log-probs and entropy of a linear head, differentiable, for any loss.
 
 Two passes over the same rows, three or four GEMMs. The forward computes each chunk of logits once
-and keeps three numbers per row; the backward, which only then knows the gradient of every log-prob,
+and keeps three numbers per row; the backward, when the gradient of every log-prob is known,
 computes the logits again for the rows that have one:
 
     forward    Z = h W^T;  lse, l, E = token_stats(Z)
     backward   Z = h W^T;  dZ = logit_grads_(Z);  dh = dZ W;  dW += dZ^T h
 
 Rows that are one chunk need three. The forward keeps their exponentials X; X times a factor per row
-is the gradient of the logits (`chunked_head.py`). Another call on the device may take their memory:
-then the backward computes the logits again.
+is the gradient of the logits (`chunked_head.py`). If another call on the device takes their memory,
+the backward computes the logits again.
 
     forward    Z = h W^T;  l, S, X = token_stats(Z)
     backward   dh = r o (X W);  dW = X^T (r o h),  r = -g / (T S) for each row
 
-Where the head is frozen, only dh is needed, and a row of it is a number times the gradient of its
-log-prob: two GEMMs.
+A frozen head needs only dh, whose row is a number times the gradient of its log-prob: two GEMMs.
 
     forward    Z = h W^T;  lse, l, E = token_stats(Z);  u = (dl / dZ) W
     backward   dh = g u
@@ -37,12 +36,12 @@ from ..base.autograd import (
     dtypes_of,
     eager_under_compile,
     float16_scale,
-    graph_is_kept,
+    graph_is_retained,
     refuse_double_backward,
     scaled,
     scaled_gradient,
 )
-from ..base.checks import ValueChecks, check_bool, check_tensor, names_are_answered
+from ..base.checks import ValueChecks, check_bool, check_tensor, suggests_names
 from ..base.layout import selected
 from ..base.memory import borrowed, lend, ran_out_of_memory
 from ..base.outputs import LogprobOutput
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 
 
 @eager_under_compile
-@names_are_answered
+@suggests_names
 def linear_logprobs(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -129,7 +128,7 @@ def linear_logprobs(
 
 
 def _check_options(targets: object, entropy: object, support: object, entries: object) -> None:
-    """Checks what does not depend on the head."""
+    """Checks the options that do not depend on the head."""
     check_bool("entropy", entropy)
     check_bool("entries", entries)
     if entries and support is None:
@@ -146,12 +145,12 @@ def compute_logprobs(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Log-probs, entropy, logsumexp and divergence of each token, flat.
 
-    Tokens with a kept set have those of its softmax, the others of their row of logits. With
-    `entries` log-probs are those of all entries of the support.
+    The softmax is over a token's kept set, or over its row of logits if it has none. With
+    `entries`, log-probs are of all entries of the support.
     """
     sets, rows_forward = plan.sets, partial(_TwoPasses.apply, *call.tensors)
     if sets is None:
-        return plan.run(rows_forward)
+        return plan.run_with_retry(rows_forward)
     entry_logps, set_entropy, lse = sets.log_softmax(call)
     entropy = set_entropy.clone() if plan.entropy else None  # the caller may change it in place
     if entries:
@@ -160,7 +159,7 @@ def compute_logprobs(
         return logps, entropy, lse, None
     logps = sets.logps(entry_logps)
     if plan.rows.num_rows:
-        row_logps, row_entropy, row_lse, _ = plan.run(rows_forward)
+        row_logps, row_entropy, row_lse, _ = plan.run_with_retry(rows_forward)
         has_set = sets.tokens
         logps = torch.where(has_set, logps, row_logps)
         lse = torch.where(has_set, lse, row_lse)
@@ -186,10 +185,10 @@ class _TwoPasses(torch.autograd.Function):
         *tensors, plan = args
         per_token, stored = _first_pass(tensors, plan)
         # Not among the saved tensors, which hooks may copy to another device, slower than a GEMM.
-        ctx.kept = None
-        if plan.grad_mode == GradMode.KEPT_EXPS:
-            ctx.kept, stored = stored, []
-            lend(ctx.kept[0])
+        ctx.saved = None
+        if plan.grad_mode == GradMode.SAVED_EXPS:
+            ctx.saved, stored = stored, []
+            lend(ctx.saved[0])
         ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *stored)
         ctx.plan, ctx.count = plan, len(tensors)
         ctx.set_materialize_grads(False)
@@ -202,22 +201,22 @@ class _TwoPasses(torch.autograd.Function):
         refuse_double_backward("linear_logprobs")
         saved, needs_grad = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
         tensors, forward_values = saved[: ctx.count], saved[ctx.count :]
-        kept, ctx.kept = ctx.kept, ctx.kept if graph_is_kept() else None
+        saved, ctx.saved = ctx.saved, ctx.saved if graph_is_retained() else None
         gradients = _second_pass(
-            tensors, ctx.plan, forward_values, kept, StatGrads(*d_stats), needs_grad
+            tensors, ctx.plan, forward_values, saved, StatGrads(*d_stats), needs_grad
         )
         return *gradients, None
 
 
 def _first_pass(tensors: Sequence[Tensor], plan: HeadPlan) -> tuple[list[Tensor], list[Any]]:
-    """Computes the statistics of all rows `[N]`, and what else the second pass gets.
+    """Computes the statistics of all rows `[N]`, and further tensors for the second pass.
 
-    Statistics are in the order of `plan.stats`, 0 for masked rows. The rest: exponentials `[C, V]`
-    of all rows and their sums `[C]` (`GradMode.KEPT_EXPS`); gradients of the sum of the log-probs,
-    one per tensor of the terms that needs one; or nothing.
+    Statistics are in the order of `plan.stats`, 0 for masked rows. The further tensors are
+    exponentials `[C, V]` of all rows and their sums `[C]` (`GradMode.SAVED_EXPS`); or gradients of
+    the sum of the log-probs, one per tensor of the terms that needs one; or none.
     """
     N, K, like = len(tensors[0]), plan.spec.targets_per_token, tensors[0]
-    # Not views of one tensor: the caller may change them in place.
+    # No views of one tensor, as the caller may change them in place.
     per_token = [
         like.new_zeros(shape, dtype=torch.float32)
         for shape in ((N, K) if K > 1 else (N,), *[(N,)] * (plan.stats.size() - 1))
@@ -233,7 +232,7 @@ def _first_pass(tensors: Sequence[Tensor], plan: HeadPlan) -> tuple[list[Tensor]
                     x[chunk.index] = values
             if grads is not None:
                 head.backward(chunk, grads, StatGrads(torch.ones_like(stats.logps)))
-    if plan.grad_mode == GradMode.KEPT_EXPS:
+    if plan.grad_mode == GradMode.SAVED_EXPS:
         return per_token, [head.readout.exps, head.readout.stats.total]
     return per_token, [] if grads is None else grads.finalize()
 
@@ -242,19 +241,13 @@ def _second_pass(
     tensors: Sequence[Tensor],
     plan: HeadPlan,
     forward_values: Sequence[Any],
-    kept: Sequence[Tensor] | None,
+    saved: Sequence[Tensor] | None,
     d_stats: StatGrads,
     needs_grad: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """Computes the gradients of the terms' tensors from those of the statistics.
+    """Computes the gradients of the terms' tensors from the statistics' gradients.
 
-    Args:
-        tensors: of the terms.
-        plan: of the forward.
-        forward_values: statistics and gradients that `_first_pass` has returned.
-        kept: exponentials and their sums, which it may return in place of gradients.
-        d_stats: the gradients of the statistics.
-        needs_grad: for each of `tensors`, whether it gets one.
+    `forward_values`, and `saved` exponentials with their sums, are results of `_first_pass`.
     """
     size = plan.stats.size()
     stats = plan.stats.of(forward_values[:size], entropy=plan.entropy)
@@ -265,7 +258,7 @@ def _second_pass(
     each = [x != 0 for x in d_stats if x is not None]
     needed = torch.stack([x if x.ndim == 1 else x.any(1) for x in each]).any(0)
     if plan.tokens is not None:
-        # Masked rows came back as the constant 0, whatever gradient their value is given.
+        # Masked rows were returned as the constant 0 and have no gradient.
         needed &= plan.tokens
     if stored and only_logps:
         assert d_stats.logps is not None
@@ -275,17 +268,19 @@ def _second_pass(
     d_stats = d_stats.each(partial(scaled, scale=scale))
     checks, not_finite = ValueChecks(), None
     gradients: list[Tensor | SplitSum | None] | None = None
-    if kept is not None and only_logps:
+    if saved is not None and only_logps:
         # Kept rows without a gradient are multiplied, too: NaN would reach the weight's gradient.
         not_finite = checks.ask((~(needed | stats.logsumexp.isfinite())).sum())
-    second = plan.second_pass(needed, tensors[1], checks)
+    second_plan = plan.second_pass(needed, tensors[1], checks)
     # Either two GEMMs over all rows, or three over those with a gradient.
-    is_less = 2 * plan.rows.num_rows <= 3 * second.rows.num_rows
+    is_less = 2 * plan.rows.num_rows <= 3 * second_plan.rows.num_rows
     with torch.autocast(needed.device.type, enabled=False):
-        if kept is not None and not_finite is not None and is_less and not_finite.numbers == [0]:
-            gradients = _from_kept(tensors, kept, stats, d_stats, needs_grad, plan)
+        if saved is not None and not_finite is not None and is_less and not_finite.numbers == [0]:
+            gradients = _from_saved_exps(tensors, saved, stats, d_stats, needs_grad, plan)
         if gradients is None:
-            gradients = second.run(partial(_gradients, tensors, stats, d_stats, needs_grad))
+            gradients = second_plan.run_with_retry(
+                partial(_gradients, tensors, stats, d_stats, needs_grad)
+            )
     unscale = None if scale is None else 1 / scale
     return [
         scaled_gradient(gradient, unscale, dtype, fresh=True)
@@ -300,7 +295,7 @@ def _gradients(
     needs_grad: Sequence[bool],
     plan: HeadPlan,
 ) -> list[Tensor | SplitSum | None]:
-    """Makes the gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
+    """The gradients of the terms' tensors, from the gradients of all rows' statistics `[N]`."""
     head = plan.chunked_head(tensors)
     grads = replace(plan, needs_grad=needs_grad).gradients(tensors)
     for chunk in plan.rows.chunks():
@@ -309,19 +304,19 @@ def _gradients(
     return grads.finalize()
 
 
-def _from_kept(
+def _from_saved_exps(
     tensors: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    saved: Sequence[Tensor],
     stats: TokenStats | PairStats,
     d_stats: StatGrads,
     needs_grad: Sequence[bool],
     plan: HeadPlan,
 ) -> list[Tensor | SplitSum | None] | None:
-    """Makes what `_gradients` does from the exponentials of the plan's one chunk, and their sums.
+    """The gradients of the terms' tensors, from the exponentials of the plan's one chunk.
 
-    None if another call has taken their memory, or if there is too little beside them.
+    None if another call has taken their memory, or if too little other memory is free.
     """
-    exps, total = kept
+    exps, total = saved
     (chunk,) = plan.rows.chunks()
     stats = cast(TokenStats, stats).at(chunk.index)._replace(total=total)
     # Without rows it makes no buffers.
@@ -351,7 +346,7 @@ def _scaled_rows(stored: Tensor | None, factors: Tensor, needed: Tensor) -> Tens
 
 def _largest(gradients: Sequence[Tensor | None], needed: Tensor) -> Tensor:
     """The largest size among the gradients of rows that are needed, 0-d."""
-    # Rows that are not needed may be given anything, NaN included.
+    # Rows that are not needed may hold anything, NaN included.
     peaks = [selected(needed, x, 0.0).abs().amax() for x in gradients if x is not None and len(x)]
     none = torch.zeros((), dtype=torch.float32, device=needed.device)
     return torch.stack(peaks).amax() if peaks else none

@@ -1,6 +1,6 @@
 """`LMHead`: from hidden states to a distribution over the vocabulary.
 
-Each object checks itself when it is constructed; the call checks what depends on hidden states.
+Objects check themselves when constructed; the call checks their fit with the hidden states.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..base.checks import (
     check_choice,
     check_number,
     check_tensor,
-    names_are_answered,
-    plain_numbers,
+    convert_numbers,
+    suggests_names,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class VocabRanks:
                     "ranks.group: expected a torch.distributed process group that this rank is in; "
                     f"got {self.group!r}"
                 )
-        plain_numbers(self)
+        convert_numbers(self)
         if self.start is not None and (
             isinstance(self.start, bool) or not isinstance(self.start, int)
         ):
@@ -80,7 +80,7 @@ class HeadTerm(NamedTuple):
     y: Tensor  # [V, K]
 
 
-@names_are_answered
+@suggests_names
 @dataclass(frozen=True, eq=False)
 class LMHead:
     """The LM head, from hidden states to a distribution over the vocabulary.
@@ -120,7 +120,7 @@ class LMHead:
 
     def __post_init__(self) -> None:
         self._check_tensors()
-        plain_numbers(self)
+        convert_numbers(self)
         check_number("logit_scale", self.logit_scale, "> 0, as a float32")
         for name in ("softcap", "temperature"):
             value = getattr(self, name)

@@ -4,10 +4,10 @@ With g_k the gradient of l_k = z_{y_k} - lse, G their sum, e and q those of entr
 
     dL/dz_j = sum over k with y_k = j of g_k  -  p_j (G - q + e (z_j - lse + E))
 
-The sweep and the GEMMs are those of one target, the likeliest of a row's K, t: only its own
-probability can be nearly 1, so that l_t + (z_k - z_t) loses no digits of any l_k. The K logits are
-picked from the row while it is there; in the gradient their K entries are set again, each from all
-targets that are its id, so that it is rounded once and no order of a sum matters.
+The sweep and the GEMMs treat a row as if it had one target t, the likeliest of its K: only t's
+probability can be nearly 1, so l_t + (z_k - z_t) loses no digits of any l_k. The forward picks the
+K logits from the row; the backward sets their entries of the gradient anew, each from all targets
+with its id: rounded once, and independent of the order of a sum.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .row_plan import Chunk
 
 
 class MultiTargetReadout(TargetReadout):
-    """K targets of each row; `spec.targets` is `[N, K]`, a log-prob `[C, K]`."""
+    """K targets of each row: `spec.targets` is `[N, K]`, log-probs are `[C, K]`."""
 
     ids: Tensor  # of the targets of the rows in flight, [C, K]; -1 where another rank has them
 
     def select(self, chunk: Chunk) -> None:
         super().select(chunk)
         self.ids = self.targets
-        # The one that kernels know of, which `forward` chooses.
+        # The kernels' one target per row; `forward` chooses the likeliest.
         self.targets = self.ids[:, 0].clone()
         self.picked = torch.empty(self.ids.shape, dtype=torch.float32, device=self.ids.device)
 
@@ -56,16 +56,16 @@ class MultiTargetReadout(TargetReadout):
         stats, total = self.stats, d_stats._replace(logps=d_stats.logps.sum(1))
         first = stats._replace(logps=stats.logps[:, 0].contiguous())
         self.grads = RowGrads.of(first, total)
-        own, others = _own_and_others(self.ids, d_stats.logps)
-        d_columns = total.each(lambda x: x[:, None])._replace(logps=own)
+        same, others = _sums_by_id(self.ids, d_stats.logps)
+        d_columns = total.each(lambda x: x[:, None])._replace(logps=same)
         columns = RowGrads.of(_columns(stats), d_columns)
-        self.at_targets = columns.at_target - stats.logps.exp() * others
+        self.d_targets = columns.d_target - stats.logps.exp() * others
 
     def backward(self, strip: slice, logits: Tensor, out: Tensor) -> None:
         self._pick(strip, logits)
         super().backward(strip, logits, out)
         slope = self.transform.at(strip).slope(self.picked[strip])
-        self._set(strip, out, (self.at_targets[strip] * slope).to(out.dtype))
+        self._set(strip, out, (self.d_targets[strip] * slope).to(out.dtype))
 
     def _set(self, strip: slice, out: Tensor, d: Tensor) -> None:
         """Sets the targets' entries of `out [c, V]` to `d [c, K]`, equal where ids are."""
@@ -81,25 +81,24 @@ class MultiTargetReadout(TargetReadout):
 
 
 def _columns(stats: TokenStats) -> TokenStats:
-    """The same, with one column where there is one number per row."""
+    """The statistics with shape `[C, 1]` for one number per row."""
     entropy = None if stats.entropy is None else stats.entropy[:, None]
     return TokenStats(stats.logps, stats.logsumexp[:, None], entropy)
 
 
-def _own_and_others(ids: Tensor, d_logps: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of each row's targets summed over those with this one's id, and over the rest.
+def _sums_by_id(ids: Tensor, d_logps: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of a row's gradients over the targets with the same id, and over the others.
 
-    Neither is the whole sum less the other: beside one that has nearly all, of an id without a
-    gradient there would be no digits. A run of zeros does not change a sum that goes on.
+    Both are summed directly: one as the row's sum minus the other would lose its digits.
     """
     ids, order = ids.sort(1)
     g = widened(d_logps.gather(1, order))
     before = pad(g.cumsum(1), (1, 0))
     after = pad(g.flip(1).cumsum(1), (1, 0)).flip(1)
     begins, ends = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
-    own = before.gather(1, ends) - before.gather(1, begins)
+    same = before.gather(1, ends) - before.gather(1, begins)
     others = before.gather(1, begins) + after.gather(1, ends)
     return (
-        torch.empty_like(d_logps).scatter_(1, order, own.to(d_logps.dtype)),
+        torch.empty_like(d_logps).scatter_(1, order, same.to(d_logps.dtype)),
         torch.empty_like(d_logps).scatter_(1, order, others.to(d_logps.dtype)),
     )

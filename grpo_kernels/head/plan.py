@@ -1,8 +1,8 @@
-"""The plan of a call: its rows of logits, what is read from them, how they are differentiated.
+"""The plan of a call: its rows of logits, their statistics, and the source of their gradient.
 
 The only file that knows all capabilities. Several targets per token and a reference are readouts in
 place of `TargetReadout`; ranks are an object in place of `SingleRank`; tokens with a kept set have
-no row of logits (`support.py`). Each is imported by the calls that use it.
+no row of logits (`support.py`). Only calls that use a capability import it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.checks import ValueChecks
-from ..base.memory import ran_out_of_memory, take_back
+from ..base.memory import ran_out_of_memory, reclaim
 from ..kernels import TokenStats
 from .budget import RowBytes
 from .call import HeadCall, HeadSpec, check_ids, named_reference, reference_call
@@ -38,10 +38,10 @@ _LEAST_ROWS = 16
 class GradMode(IntEnum):
     """Source of the gradient of a call's logits."""
 
-    RECOMPUTE = 0  # logits that a second pass makes again; or there is none
+    RECOMPUTE = 0  # logits that a second pass makes again; or no gradient is needed
     FROM_EXPS = 1  # exponentials that the forward stores: a factor per row
     FROM_LOGITS = 2  # the forward's logits, by a second sweep over them
-    KEPT_EXPS = 3  # exponentials of all rows, one chunk, which the first of two passes keeps
+    SAVED_EXPS = 3  # exponentials of all rows, one chunk, which the first of two passes keeps
 
     @staticmethod
     def of(
@@ -53,11 +53,8 @@ class GradMode(IntEnum):
         it by the loss's gradient. With a trained head, it keeps the exponentials of rows that are
         one chunk (`plan_head`).
 
-        Args:
-            call: of the policy.
-            one_pass: whether the loss is known in the forward.
-            other_grads: whether the loss has a gradient by other statistics than the log-probs.
-            shows_entropy: whether a loss of the caller's may have one by the entropy.
+        `one_pass`: the loss is known in the forward. `other_grads`: it has a gradient by other
+        statistics than log-probs. `shows_entropy`: the caller's loss may have one by the entropy.
         """
         spec, needs_grad = call.spec, call.needs_grad()
         # A factor per row may be too large or too small for float16.
@@ -68,39 +65,28 @@ class GradMode(IntEnum):
             return GradMode.RECOMPUTE
         if one_pass or not any(needs_grad[1::2]):
             return GradMode.FROM_EXPS if has_factors else GradMode.FROM_LOGITS
-        # If batch-invariant, bits would depend on whether the rows are one chunk; ranks would have
-        # to agree on whose memory is still there.
+        # A batch-invariant call's bits would depend on whether the rows are one chunk; ranks would
+        # have to agree on whose memory is still lent.
         may_keep = has_factors and not spec.execution.batch_invariant and call.head.ranks is None
-        return GradMode.KEPT_EXPS if may_keep and not shows_entropy else GradMode.RECOMPUTE
+        return GradMode.SAVED_EXPS if may_keep and not shows_entropy else GradMode.RECOMPUTE
 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Plan of a call over a head: everything but the tensors that have gradients.
+    """Plan of a call over a head: everything but the tensors that have gradients."""
 
-    Args:
-        spec: of the call; its mask leaves out tokens with a kept set.
-        rows: the rows of logits, in chunks.
-        ranks: the columns of the vocabulary on each rank.
-        tokens: bool `[N]`, the call's mask; None: every token counts.
-        sets: the kept sets of the tokens that have one.
-        needs_grad: for each of the terms' tensors, whether its gradient is made.
-        entropy: whether the call returns it.
-        grad_mode: what the gradient of the logits is made from.
-    """
-
-    spec: HeadSpec
+    spec: HeadSpec  # its mask excludes tokens with a kept set
     rows: RowPlan
     ranks: SingleRank
-    tokens: Tensor | None
+    tokens: Tensor | None  # bool [N], the call's mask; None: every token counts
     sets: KeptSets | None
-    needs_grad: Sequence[bool]
-    entropy: bool
+    needs_grad: Sequence[bool]  # for each of the terms' tensors
+    entropy: bool  # whether the call returns it
     grad_mode: GradMode
 
     def chunked_head(self, tensors: Sequence[Tensor]) -> ChunkedHead:
-        """The head over the rows of the plan; `tensors` are those of the call."""
-        keep_exps = self.grad_mode in (GradMode.FROM_EXPS, GradMode.KEPT_EXPS)
+        """The head over the rows of the plan, with the call's `tensors`."""
+        keep_exps = self.grad_mode in (GradMode.FROM_EXPS, GradMode.SAVED_EXPS)
         count = 2 * self.spec.num_terms
         readout = self._readout(tensors[count:])
         return ChunkedHead(tensors[:count], self.spec, self.rows, readout, keep_exps=keep_exps)
@@ -118,12 +104,12 @@ class HeadPlan:
         return TargetReadout(spec, self.ranks, entropy=self.entropy)
 
     def gradients(self, tensors: Sequence[Tensor]) -> Gradients:
-        """Collects the gradients of the terms, of the rows that have one; made after the head."""
+        """Buffers of the terms' gradients; to be made after the head."""
         return Gradients(tensors, self.needs_grad, self.rows, self.spec.dtype)
 
     @property
     def stats(self) -> type[TokenStats | PairStats]:
-        """The statistics that are read of a row."""
+        """The class of a row's statistics."""
         if self.spec.reference is None:
             return TokenStats
         from ..kernels.pair_stats import PairStats
@@ -133,18 +119,18 @@ class HeadPlan:
     def second_pass(self, needed: Tensor, weight: Tensor, checks: ValueChecks) -> HeadPlan:
         """The plan of a second pass over the rows `needed`, bool `[N]`; reads `checks`."""
         spec = replace(self.spec, checks=checks)
-        # Logits are made again a strip at a time.
+        # The second pass makes logits a strip at a time.
         row_bytes = _row_bytes(spec, weight, GradMode.FROM_EXPS)
         rows = self.ranks.plan(spec, weight, needed, None, row_bytes)
         return replace(self, rows=rows, grad_mode=GradMode.RECOMPUTE)
 
-    def run(self, work: Callable[[HeadPlan], _T]) -> _T:
+    def run_with_retry(self, work: Callable[[HeadPlan], _T]) -> _T:
         """Calls `work` with this plan; when memory runs out, with half as many rows at a time.
 
-        It is not called again if the caller set `chunk_bytes`, nor with ranks. Takes the memory
-        back that an earlier call has kept for its backward.
+        Does not retry if the caller set `chunk_bytes`, nor with ranks. First frees the memory that
+        an earlier call has lent.
         """
-        take_back(self.spec.layout.device)
+        reclaim(self.spec.layout.device)
         execution = self.spec.execution
         fixed = execution.chunk_bytes is not None or not self.ranks.alone
         least = INVARIANT_ROWS if execution.batch_invariant else _LEAST_ROWS
@@ -161,8 +147,8 @@ class HeadPlan:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             rows, mode = plan.rows.halved(least), plan.grad_mode
-            if mode == GradMode.KEPT_EXPS:
-                # Rows that are several chunks keep nothing, and need no memory for it.
+            if mode == GradMode.SAVED_EXPS:
+                # Rows in several chunks keep no exponentials and need no memory for them.
                 rows, mode = replace(rows, row_bytes=(rows.row_bytes[0], 0)), GradMode.RECOMPUTE
             plan = replace(plan, rows=rows, grad_mode=mode)
         if plan is not self:
@@ -250,18 +236,11 @@ def plan_head(
     reference: HeadCall | None = None,
     loss_settings: Mapping[str, float] | None = None,
 ) -> HeadPlan:
-    """Plans how a call is computed. Reads value checks and row counts: the call's one transfer.
+    """Plans a call. Reads value checks and row counts: the call's one transfer.
 
-    Args:
-        call: checked.
-        support: the kept sets, or None.
-        grad_mode: what the gradient of the logits is made from.
-        entropy: whether the call returns it.
-        logsumexp: whether the call returns it.
-        entries: whether every id of a set is a target.
-        with_grad: bool `[N]`, the tokens that may have a gradient; None: all.
-        reference: another model's call. It is only checked here: it bans no target.
-        loss_settings: further numbers that have to be the same on all ranks.
+    `entropy`, `logsumexp`: whether the call returns them. `entries`: every id of a set is a target.
+    `with_grad`: bool `[N]`, the tokens that may have a gradient; None: all. `reference` must ban no
+    target. `loss_settings` must be the same on all ranks.
     """
     spec, weight = call.spec, call.tensors[1]
     tokens, sets, ranks = spec.mask, None, SingleRank(len(weight))
@@ -288,7 +267,7 @@ def plan_head(
         spec = replace(spec, targets=local_ids)
     row_bytes = _row_bytes(spec, weight, grad_mode)
     rows = ranks.plan(spec, weight, spec.mask, with_grad, row_bytes)
-    if grad_mode == GradMode.KEPT_EXPS and not rows.is_one_chunk_with_grad:
+    if grad_mode == GradMode.SAVED_EXPS and not rows.is_one_chunk_with_grad:
         grad_mode = GradMode.RECOMPUTE
         rows = rows.resized(weight, _row_bytes(spec, weight, grad_mode), spec.execution.chunk_bytes)
     needs_grad = call.needs_grad()
@@ -304,7 +283,7 @@ def _local_ids(spec: HeadSpec, ranks: SingleRank) -> Tensor:
 
 
 def _row_bytes(spec: HeadSpec, weight: Tensor, grad_mode: GradMode) -> RowBytes:
-    """The bytes of a row; float32 gradients lie on the memory of the logits."""
+    """The bytes of a row; float32 gradients overwrite the logits."""
     models = 1 if spec.reference is None else 2
     if grad_mode == GradMode.RECOMPUTE or spec.dtype == torch.float32:
         return RowBytes(len(weight), models=models)

@@ -1,4 +1,4 @@
-"""GEMMs with rows of logits: operands of one dtype, results in float32; and the sums of them."""
+"""GEMMs with rows of logits, operands of one dtype, results in float32; and sums of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from ..base.autograd import SplitSum
 from .budget import ROW_MULTIPLE, block_bytes, gpu
 from .row_plan import RowPlan, slices
 
-# Rows of every GEMM of a batch-invariant call: few lost in a call's last ones, and enough that the
-# weight is not read, or packed, too often.
+# Rows of every GEMM of a batch-invariant call: little padding in the last one, and few reads of the
+# weight.
 INVARIANT_ROWS = 256
-# Columns of logits per thread in one GEMM on a CPU: over the whole vocabulary it takes up to a
-# fifth longer.
+# Columns of logits per thread in one GEMM on a CPU: a GEMM of all takes up to a fifth longer.
 _CPU_COLUMNS_PER_THREAD = 768
 # Bytes of a matrix upcast at a time where the GEMM cannot take its own dtype.
 _CPU_UPCAST_BYTES = 16 << 20
@@ -50,18 +49,15 @@ def addmm(out: Tensor, a: Tensor, b: Tensor, *, beta: float) -> None:
 
 
 def as_operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight as products take it.
-
-    Autocast changes its dtype once; float32 from bf16 goes by slices.
-    """
+    """The weight as a GEMM takes it: cast once, except bf16 to float32, which goes by slices."""
     if dtype.itemsize <= weight.dtype.itemsize:
         weight = weight.to(dtype)
-    # No BLAS takes other strides: copied once here instead of in every GEMM.
+    # BLAS takes no other strides and would copy in every GEMM.
     return weight if 1 in weight.stride() else weight.contiguous()
 
 
 def columns_at_once(y: Tensor) -> int:
-    """The columns of logits that a product makes at a time, from rows of `y [V, K]`."""
+    """The columns of logits that one GEMM makes, from rows of `y [V, K]`."""
     if y.device.type != "cpu":
         return len(y)
     return _CPU_COLUMNS_PER_THREAD * torch.get_num_threads()
@@ -77,7 +73,7 @@ def slices_of(y: Tensor, dtype: torch.dtype, at_once: int) -> Iterator[tuple[sli
 
 
 def column_slices(y: Tensor, at_once: int | None = None) -> Iterator[slice]:
-    """Cuts the vocabulary into slices that GEMMs take well, at most `at_once` long."""
+    """Splits the vocabulary into slices that suit GEMMs, at most `at_once` long."""
     V, tail = len(y), _unaligned_columns(y)
     yield from slices(0, V - tail, at_once or max(V, 1))
     if tail:
@@ -85,7 +81,7 @@ def column_slices(y: Tensor, at_once: int | None = None) -> Iterator[slice]:
 
 
 def _unaligned_columns(y: Tensor) -> int:
-    """The last columns of the logits that GEMMs take apart, for V is also a GEMM's inner size.
+    """The number of last columns that GEMMs take apart, as V is also a GEMM's inner size.
 
     Before Hopper, tensor cores need inner sizes that are multiples of 8, or take a slow kernel.
     """
@@ -106,8 +102,8 @@ def new_buffers(
 ) -> list[Tensor]:
     """Empty buffers `[rows, V]` of these dtypes in one block of memory, which lives as long as any.
 
-    On a GPU rows begin where vectors do, whatever V is, and the block has a size that calls of the
-    same budget share.
+    On a GPU rows are aligned for vector loads, whatever V is, and calls of the same budget share
+    the block's size.
     """
     on_cpu = like.device.type == "cpu"
     length = V if on_cpu else -(-V // 64) * 64
@@ -125,15 +121,11 @@ def new_buffers(
 class Gradients:
     """The gradients of a call's terms: x and y of each in turns.
 
-    To be made after the chunks' buffers, the largest of a call: those of the ys are made here, the
-    smaller ones of the xs when first set. In another order a GPU's allocator would cut them out of
-    the memory where the buffers were.
+    To be made after the chunks' buffers, a call's largest; otherwise a GPU's allocator would cut
+    the gradients out of the buffers' memory. The ys' are made here, the xs', which are smaller,
+    when first set.
 
-    Args:
-        tensors: x and y of each term.
-        needs_grad: True for each tensor whose gradient is made.
-        rows: the rows that have one; others of an x are left 0.
-        dtype: of the products' operands.
+    `rows` have a gradient; an x's other rows are 0. `dtype`: of the GEMMs' operands.
     """
 
     def __init__(
@@ -160,7 +152,7 @@ class Gradients:
         return self.d_xs[place]
 
     def finalize(self) -> list[Tensor | SplitSum | None]:
-        """All of them, 0 where nothing was added and None where none is made."""
+        """All gradients: 0 where nothing was added, None where none is needed."""
         grads: dict[int, Any] = {place: x.finalize() for place, x in self.d_ys.items()}
         grads |= self.d_xs
         return [
@@ -172,18 +164,14 @@ class Gradients:
 class WeightGrad:
     """The gradient of a y `[V, K]`: products that are added up in float32, and rounded at the end.
 
-    The sum for a bf16 y has two parts, each as large as y (`SplitSum`). So a call's large tensors
-    have one size, that of the weight, apart from the block of its buffers. A GPU's allocator then
-    uses the memory of one for another, whether a call has one product or several.
-
-    Args:
-        y: the tensor that has the gradient.
-        one_product: whether it is one product of operands of its dtype, which its GEMM rounds.
+    The sum for a bf16 y has two parts, each as large as y (`SplitSum`). All large tensors of a call
+    except its buffers then have the weight's size, and a GPU's allocator can reuse their memory.
+    `one_product`: one product of operands of y's dtype, which its GEMM rounds.
     """
 
     def __init__(self, y: Tensor, *, one_product: bool) -> None:
         V, K = y.shape
-        self.beta = 0.0  # the factor of what is there: nothing at first
+        self.beta = 0.0  # the factor of the sum so far
         self.rows = V  # of each part
         dtype = y.dtype if one_product else torch.float32
         if y.dtype != torch.bfloat16 or V < ROW_MULTIPLE:
@@ -203,7 +191,7 @@ class WeightGrad:
         return self.parts[part][begin : begin + columns.stop - columns.start]
 
     def finalize(self) -> Tensor | SplitSum:
-        """The whole gradient, which is not added to again."""
+        """The gradient; nothing may be added afterwards."""
         return self.parts[0] if len(self.parts) == 1 else SplitSum(*self.parts)
 
 

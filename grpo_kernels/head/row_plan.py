@@ -1,8 +1,8 @@
 """The plan of rows: which rows a call computes, in what order, and how many at a time.
 
-Rows with a gradient come first, then those that only need a log-prob; masked rows are left out.
-The call computes them in chunks that fit a byte budget (`budget.py`): its workspace depends on the
-vocabulary and the budget, not on the number of tokens.
+Rows with a gradient come first, then rows that only need a log-prob; masked rows are skipped.
+Chunks of rows fit a byte budget (`budget.py`): the workspace depends on the vocabulary and the
+budget, not on the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .budget import ROW_MULTIPLE, RowBytes, budget_of, buffer_rows
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of the caller's tensors: a slice where they lie together, else their ids."""
+    """Some rows of the caller's tensors: a slice where they are contiguous, else their ids."""
 
     index: slice | Tensor
     size: int
@@ -28,33 +28,27 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The rows of one call, those with a gradient first. `order` None: all rows as they lie.
+    """The rows of one call, with a gradient first.
 
-    Args:
-        max_chunk_rows: rows whose gradients are multiplied at a time.
-        max_logit_rows: rows whose logits are held at a time: a chunk, or a strip of one.
-        num_tokens: all rows of the call, masked or not. Buffers are sized by it: sizes that change
-            with the mask fragment the memory of a GPU.
-        row_bytes: of a row's logits, and of their gradient if it has memory of its own.
-        budget: bytes of one model's buffers at their full size; 0: two models share them.
+    Buffers are sized by `num_tokens`: sizes that change with the mask fragment a GPU's memory.
     """
 
-    order: Tensor | None
+    order: Tensor | None  # the rows' ids; None: all rows in their order
     num_grad_rows: int
     num_rows: int
-    max_chunk_rows: int
-    max_logit_rows: int
-    num_tokens: int
-    row_bytes: tuple[int, int] = (0, 0)
-    budget: int = 0
+    max_chunk_rows: int  # rows whose gradients are multiplied at a time
+    max_logit_rows: int  # rows whose logits are held at a time: a chunk, or a strip of one
+    num_tokens: int  # all rows of the call, masked or not
+    row_bytes: tuple[int, int] = (0, 0)  # logits, and their gradient unless it overwrites them
+    budget: int = 0  # bytes of one model's buffers at their full size; 0: two models share them
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
-        for rows, needs_grad in self.parts():
+        for rows, needs_grad in self.chunk_slices():
             index = rows if self.order is None else self.order[rows]
             yield Chunk(index, rows.stop - rows.start, needs_grad)
 
-    def parts(self) -> Iterator[tuple[slice, bool]]:
+    def chunk_slices(self) -> Iterator[tuple[slice, bool]]:
         """The chunks as slices of `order`, and whether they need a gradient."""
         for rows in even_slices(0, self.num_grad_rows, self.max_chunk_rows):
             yield rows, True
@@ -68,12 +62,11 @@ class RowPlan:
 
     def largest_of(self, *, needs_grad: bool) -> int:
         """The rows of the largest chunk of rows with a gradient, or without."""
-        sizes = (rows.stop - rows.start for rows, x in self.parts() if x == needs_grad)
+        sizes = (rows.stop - rows.start for rows, x in self.chunk_slices() if x == needs_grad)
         return max(sizes, default=0)
 
     @property
     def is_one_chunk_with_grad(self) -> bool:
-        """True if all rows have a gradient and are one chunk."""
         return 0 < self.num_rows == self.num_grad_rows <= self.max_chunk_rows
 
     @property
@@ -82,16 +75,15 @@ class RowPlan:
         return min(self.max_logit_rows, self.num_tokens) if self.num_rows else 0
 
     @property
-    def gradient_rows(self) -> int:
-        """The rows of the buffer of gradients, 0 where they need none of their own."""
+    def gradient_buffer_rows(self) -> int:
+        """The rows of the buffer of gradients; 0 where they overwrite the logits."""
         needed = self.num_grad_rows and self.row_bytes[1]
         return min(self.max_chunk_rows, self.num_tokens) if needed else 0
 
     @property
     def bytes_taken(self) -> int:
-        """Bytes of the buffers of logits and of gradients."""
         logit_bytes, grad_bytes = self.row_bytes
-        return self.logit_rows * logit_bytes + self.gradient_rows * grad_bytes
+        return self.logit_rows * logit_bytes + self.gradient_buffer_rows * grad_bytes
 
     def resized(self, weight: Tensor, row_bytes: RowBytes, chunk_bytes: int | None) -> RowPlan:
         """The same rows in chunks of another size."""
@@ -101,10 +93,10 @@ class RowPlan:
             budget=budget_of(weight, row_bytes, chunk_bytes),
         )  # fmt: skip
 
-    def halved(self, least: int = 1) -> RowPlan:
-        """Half as many rows at a time, but not fewer than `least`."""
+    def halved(self, min_rows: int = 1) -> RowPlan:
+        """Half as many rows at a time, but not fewer than `min_rows`."""
         most, logit_rows = (
-            max(least, min(rows, self.largest_chunk) // 2)
+            max(min_rows, min(rows, self.largest_chunk) // 2)
             for rows in (self.max_chunk_rows, self.max_logit_rows)
         )
         budget = self.budget // 2
@@ -118,9 +110,8 @@ def slices(begin: int, end: int, step: int) -> Iterator[slice]:
 
 
 def even_slices(begin: int, end: int, most: int) -> Iterator[slice]:
-    """Cuts a range into slices of about equal size, at most `most`.
-
-    They are multiples of 128 if `most` is. A short last slice would waste a pass over the weight.
+    """Splits a range into slices of about equal size, at most `most`, as a short last slice would
+    waste a pass over the weight. Sizes are multiples of 128 if `most` is.
     """
     return slices(begin, end, _even_step(end - begin, most))
 
@@ -139,10 +130,10 @@ def plan_rows(
     row_bytes: RowBytes,
     chunk_bytes: int | None,
 ) -> RowPlan:
-    """Plans the rows that are `active`, those `with_grad` first; bool `[N]`, None for all.
+    """Plans the rows that are `active`, rows `with_grad` first; bool `[N]`, None for all.
 
-    Reads the row counts and the value checks in one transfer, the only one of a call. Raises
-    ValueError for the checks.
+    Reads the row counts and the value checks in the call's one transfer. Raises ValueError for the
+    checks.
     """
     active_grad = with_grad if active is None or with_grad is None else with_grad & active
     counts = iter(checks.read(*(x.sum() for x in (active, active_grad) if x is not None)))
@@ -160,7 +151,7 @@ def order_of(
     active: Tensor | None, with_grad: Tensor | None, num_tokens: int, num_rows: int,
     num_grad_rows: int, device: torch.device,
 ) -> Tensor | None:  # fmt: skip
-    """The ids of the active rows, those with a gradient first; None: all rows in their order."""
+    """The ids of the active rows, with a gradient first; None: all rows in their order."""
     if num_rows == num_tokens and num_grad_rows in (0, num_tokens):
         return None
     rank = torch.zeros(num_tokens, dtype=torch.uint8, device=device)

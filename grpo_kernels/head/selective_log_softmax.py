@@ -1,10 +1,10 @@
-"""Log-probs of the targets from logits the caller already holds.
+"""Log-probs of the targets from logits that the caller already has.
 
     forward    l = -log(1 + sum_(j != y) e^(z_j - z_y)),  z = logits / T
     backward   dlogits_j = dl * (1[j = y] - p_j) / T
 
-The same backend functions as in the fused calls, on the caller's logits as one chunk: log_softmax
-itself, a second tensor of the size of the logits, is never made. All arithmetic is float32.
+The fused calls' backend functions, on the caller's logits as one chunk: log_softmax, a second
+tensor of the size of the logits, is never made. All arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..base.checks import (
     check_number,
     check_tensor,
     flatten,
-    names_are_answered,
+    suggests_names,
 )
 from ..base.layout import Layout, check_target_ids, check_targets
 from ..kernels import (
@@ -36,7 +36,7 @@ from ..kernels import (
 
 
 @eager_under_compile
-@names_are_answered
+@suggests_names
 def selective_log_softmax(
     logits: Tensor,
     targets: Tensor,
@@ -75,7 +75,7 @@ def selective_log_softmax(
 def checked(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, backend: str
 ) -> tuple[Tensor, LogitTransform, Backend]:
-    """Flat targets, the transform of logits, and the backend; raises for what does not fit."""
+    """Flat targets, the transform of logits, and the backend; raises for wrong arguments."""
     check_tensor("logits", logits, dtypes=HEAD_DTYPES)
     if logits.ndim not in (2, 3) or logits.shape[-1] < 1:
         raise ValueError(f"logits: expected shape [B, T, V] or [N, V]; got {list(logits.shape)}")
@@ -102,7 +102,7 @@ def _check_temperature(temperature: object) -> float | Tensor:
 
 
 def _chunks_of(logits: Tensor) -> list[tuple[slice, Tensor]]:
-    """`[B, T, V]` as one chunk of rows or, where a slice such as `[:, :-1]` allows none, as B."""
+    """`[B, T, V]` as one chunk of rows or, for a slice such as `[:, :-1]`, as B chunks."""
     V = logits.shape[-1]
     rows = logits.numel() // V
     try:
@@ -153,7 +153,7 @@ def gradient(
     stats: Sequence[Tensor],
     d_logps: Tensor,
 ) -> Tensor:
-    """The gradient of logits, in their dtype, from that of log-probs; `stats` are of `sweep`."""
+    """The gradient of logits, in their dtype, from `d_logps` and the result of `sweep`."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)

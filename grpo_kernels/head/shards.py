@@ -1,19 +1,18 @@
-"""Shards of the vocabulary: what each rank has of it, and what the ranks gather.
+"""Shards of the vocabulary: the columns of each rank, and the statistics that ranks gather.
 
-Every rank sweeps its own columns of every row of logits. One gather of 12 bytes per token then
-tells all of them
+Every rank sweeps its columns of every row of logits. One gather of 12 bytes per token shares
 
     lse_r      log-sum-exp of the rank's columns
     E_r        entropy within them
     l_r        log-prob of the target within them, where the rank has it
 
-from which each merges, in the order of the ranks and thus to the same bits,
+which each rank merges in the order of the ranks, to the same bits:
 
     lse = log sum_r e^(lse_r),    w_r = e^(lse_r - lse)
     l   = l_r + log w_r           of the rank that has the target
     E   = sum_r w_r (E_r - log w_r)
 
-With these the gradient of a rank's logits follows from its own; dH = sum_r D_r W_r is reduced.
+The gradient of a rank's logits then needs no other rank; dH = sum_r D_r W_r is reduced.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ..base.checks import HEAD_DTYPES, ValueChecks, name_of
+from ..base.checks import HEAD_DTYPES, ValueChecks, dtype_name
 from ..kernels import Entries, LogitTransform, TokenStats
 from .budget import RowBytes, buffer_rows
 from .call import HeadCall, HeadSpec
@@ -36,20 +35,16 @@ from .lm_head import HIDDEN_LAYOUTS, LMHead, Support, VocabRanks
 from .products import put_rows
 from .row_plan import RowPlan
 
-# The least share of a row's softmax that a rank with the target is taken to have, so that the
-# entry of the target stays finite. The error is below float32's resolution.
+# The least share of a row's softmax on the target's rank, so that the entry of the target stays
+# finite. The error is below float32's resolution.
 _LEAST_SHARE = 2.0**-24
 
 
 class VocabShards(SingleRank):
     """Ranks that each have some columns of every row of logits.
 
-    Args:
-        group: of the ranks.
-        start: the vocabulary's id of this rank's first column.
-        counts: columns of each rank.
-        layout: whose gradients of rows are, one of `HIDDEN_LAYOUTS`.
-        has_bias: whether the raw logits have a bias, which alone may be -inf.
+    `start`: the id of this rank's first column. `counts`: columns of each rank. `layout`: who sums
+    the gradients of rows, one of `HIDDEN_LAYOUTS`. `has_bias`: raw logits may be -inf.
     """
 
     alone = False
@@ -67,7 +62,7 @@ class VocabShards(SingleRank):
         self, spec: HeadSpec, weight: Tensor, active: Tensor | None, with_grad: Tensor | None,
         row_bytes: RowBytes,
     ) -> RowPlan:  # fmt: skip
-        """Plans as the rank with the most columns has to, and as all ranks agree."""
+        """Plans for the rank with the most columns: the same plan on all ranks."""
         row_bytes = row_bytes._replace(columns=self.most_columns)
         sizes = buffer_rows(weight, row_bytes, spec.execution.chunk_bytes)
         self._ask_same(
@@ -103,7 +98,7 @@ class VocabShards(SingleRank):
         return merged
 
     def _merged(self, stats: TokenStats, targets: Tensor) -> TokenStats:
-        """Merges the ranks' statistics of rows `[C]` into those of all columns.
+        """Merges the ranks' statistics of rows `[C]`.
 
         `targets` are local ids. `total` is such that p = X / total for this rank's X.
         """
@@ -116,7 +111,7 @@ class VocabShards(SingleRank):
         logsumexps, target_logps = ranks[:, 0], ranks[:, 1]
         peak, top = logsumexps.max(0, keepdim=True)
         shifted = logsumexps - peak
-        # Beside the 1 of the largest share, a small sum of the others would lose its digits.
+        # Added to the 1 of the largest share, a small sum of the others would lose its digits.
         log_total = shifted.exp().scatter_(0, top, 0.0).sum(0).log1p()
         log_shares = shifted - log_total
         logps = (target_logps + log_shares).amax(0)
@@ -136,14 +131,9 @@ class VocabShards(SingleRank):
         self, exps: Tensor, targets: Tensor, slope: Tensor | None, stats: TokenStats,
         merged: TokenStats,
     ) -> None:  # fmt: skip
-        """Replaces the targets' entries of `exps [C, V]` by those of the softmax over all columns.
+        """Sets the targets' entries of this rank's `exps [C, V]` to the merged softmax's.
 
-        Args:
-            exps: exponentials of this rank's columns, with the target's entry in the local softmax.
-            targets: local ids `[C]`.
-            slope: of the softcap at the targets `[C]`; None without one.
-            stats: of this rank's columns.
-            merged: of all columns.
+        `targets` are local ids. `slope`: of the softcap at the targets, `[C]`, or None.
         """
         assert merged.total is not None
         values = merged.total * merged.logps.expm1()
@@ -160,7 +150,6 @@ class VocabShards(SingleRank):
         return tuple(ranks.gather(0, rank.expand(1, *ranks.shape[1:]))[0])
 
     def sum(self, share: Tensor) -> Tensor:
-        """Adds up the ranks' shares, in place."""
         if share.numel():
             self._begin_sum(share).wait()
         return share
@@ -187,16 +176,15 @@ class VocabShards(SingleRank):
             put_rows(grad, index, share)
         self.sums.clear()
 
-    # With a support, each rank makes the logits of the entries whose rows it has. Their sum, of 4
-    # bytes per entry, has all logits; statistics and D are then the same on all ranks. A rank keeps
-    # its dy, and dx is summed once.
+    # With a support, each rank makes the logits of the entries whose rows it has. A sum of 4 bytes
+    # per entry shares them; statistics and D are then the same on all ranks. dx is summed once.
 
     def check_same_support(self, support: Support, checks: ValueChecks) -> None:
         what = "support: expected the same on all ranks that share the vocabulary; got others"
         self._ask_same(checks, what, *(x.long() for x in support))
 
     def local_entries(self, entries: Entries) -> tuple[Entries, Tensor]:
-        """Selects this rank's entries: with local ids, and their index in `entries`."""
+        """Selects this rank's entries, with local ids; also returns their index in `entries`."""
         local_ids = self.local_ids(entries.ids)
         is_local = local_ids >= 0
         index = is_local.nonzero().squeeze(1)
@@ -206,7 +194,7 @@ class VocabShards(SingleRank):
         return Entries(ids, entries.tokens[index], offsets, entries.target_places, order), index
 
     def gather_entries(self, z: Tensor, index: slice | Tensor, count: int) -> Tensor:
-        """The logits of all `count` entries, from those of this rank at `index`."""
+        """The logits of all `count` entries, from this rank's logits at `index`."""
         full = z.new_zeros(count)
         full[index] = z
         return self.sum(full)
@@ -247,13 +235,13 @@ def local_parts(head: LMHead) -> LMHead:
 
 
 def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
-    """Finds this rank's columns of the vocabulary; asks the other ranks.
+    """Gathers each rank's columns of the vocabulary, and checks that all ranks compute the same.
 
-    `agreed`: numbers of the caller's that have to be the same on all ranks.
+    `agreed`: further numbers that have to be the same on all ranks.
 
     Raises:
-        ValueError: on all ranks alike, if their columns are not those of one vocabulary, or if they
-            would not compute the same.
+        ValueError: on all ranks, if their columns do not make up one vocabulary, or if settings
+            differ.
     """
     head, spec, ranks = call.head, call.spec, call.head.ranks
     assert ranks is not None
@@ -261,7 +249,7 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
         raise ValueError("ranks.group: expected a process group, as weight is no DTensor; got None")
     ours = _settings(call, agreed)
     numbers = [float(ranks.start or 0), float(len(head.weight)), *(x.number for x in ours)]
-    # As bits, so that one gather takes the checksum of the ids, too.
+    # As bits, so that one gather also sends the checksum of the ids.
     packed = torch.tensor(numbers, dtype=torch.float64, device=head.weight.device)
     ids = packed.new_zeros(1, dtype=torch.int64)
     if spec.targets is not None:
@@ -282,16 +270,10 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
 
 
 class _Setting(NamedTuple):
-    """A value that has to be the same on all ranks.
+    """A value that has to be the same on all ranks."""
 
-    Args:
-        name: in the error.
-        number: the value, as a float64 holds it exactly.
-        values: what the numbers are indices of; None: numbers.
-    """
-
-    name: str
-    number: float
+    name: str  # in the error
+    number: float  # the value, exact in float64, or an index into `values`
     values: Sequence[object] | None = None
 
     def check(self, numbers: list[float]) -> None:
@@ -313,9 +295,8 @@ _ON_OR_OFF = (False, True)
 
 
 def _settings(call: HeadCall, agreed: Mapping[str, float]) -> list[_Setting]:
-    """Settings that have to be the same on all ranks."""
     head, spec, needs_grad = call.head, call.spec, call.needs_grad()
-    per_token, dtypes = isinstance(head.temperature, Tensor), [name_of(x) for x in HEAD_DTYPES]
+    per_token, dtypes = isinstance(head.temperature, Tensor), [dtype_name(x) for x in HEAD_DTYPES]
     flags = {
         "ranks.start": head.ranks is not None and head.ranks.start is not None,
         "bias": head.bias is not None,
@@ -347,7 +328,7 @@ def _settings(call: HeadCall, agreed: Mapping[str, float]) -> list[_Setting]:
 
 
 def _starts(starts: list[int], counts: list[int], known: bool) -> list[int]:
-    """The first column of each rank: as they say, or in the order of the ranks."""
+    """The first column of each rank: as the ranks say, or in their order."""
     if min(counts) < 1:
         raise ValueError(f"weight: expected a row or more on every rank; got {counts} rows")
     if not known:

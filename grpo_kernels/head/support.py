@@ -1,18 +1,18 @@
-"""The sets that a sampler kept of the vocabulary: their head, entry by entry.
+"""The head over the sets of ids that a sampler kept, entry by entry.
 
 With top-k, top-p or min-p sampling the policy that acted is the softmax over the kept set S_t of
 each token. It comes as CSR (`Support`); an *entry* is one pair of a token and an id of its
-set. A token without a set is scored over the whole vocabulary, by `chunked_head.py`.
+set. `chunked_head.py` scores a token without a set over the full vocabulary.
 
     z_tj = logits of token t at the ids j of its set S_t, and of no others
     l, E = of their softmax (`base/segments.py`)
     D_tj = their gradient, as of any softmax
     dh_t = sum over j in S_t of D_tj W_j,    dW_j = sum over t with j in S_t of D_tj h_t
 
-so that no row of logits is made: the head costs |S_t| rows of W instead of V. Each row of dh and of
-dW is summed by one program, in float32 and in one order, and rounded once; for dW the entries are
-sorted by id. Entries of masked tokens are ignored, whatever they hold. All of this is computed on
-the device; the number of entries is read together with the checks, in the one transfer of a call.
+so that no row of logits is made: the head costs |S_t| rows of W instead of V. One program sums each
+row of dh and of dW, in float32 and in one order, and rounds it once; for dW the entries are sorted
+by id. Entries of masked tokens are ignored. The number of entries is read together with the checks,
+in the call's one transfer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from .call import HeadCall, HeadSpec
 from .execution import Execution
 from .lm_head import Support
 
-# A call whose sets have more than this share of the vocabulary, on average, warns: rows of logits
-# are faster then.
+# Sets with more than this share of the vocabulary, on average, warn: rows of logits are faster.
 _WIDE = 1 / 20
 
 
@@ -90,17 +89,10 @@ def batch_support(
 
 
 class KeptSets:
-    """The kept sets of a call's tokens, checked as far as can be without reading the device.
+    """The kept sets of a call's tokens, checked as far as possible without reading the device.
 
-    A set of one entry has log-prob 0 and no gradient, whatever its logit is: it is skipped unless
-    the call returns a logsumexp.
-
-    Args:
-        spec: of the call.
-        support: the sets.
-        ranks: the rows of the head on each rank.
-        every: requires a set of every token; the first id of a set stands for its target.
-        logsumexp: whether the call returns it.
+    A set of one entry has log-prob 0 and no gradient: it is skipped unless the call returns a
+    `logsumexp`. `every`: every token needs a set, whose first id is the target.
     """
 
     def __init__(
@@ -173,7 +165,7 @@ class KeptSets:
         return Entries(ids[index], tokens[index], offsets, target_offsets, order)
 
     def metrics(self, num_tokens: Tensor | None) -> dict[str, Tensor]:
-        """Sizes of the sets, and shares; `num_tokens`, 0-d, are unmasked, None: all."""
+        """Sizes of the sets, and shares; `num_tokens`, 0-d: the unmasked tokens, None: all."""
         has_set, counts = self.tokens.float(), self.counts.float()
         with_set = has_set.sum()
         return {
@@ -215,15 +207,15 @@ class _EntryLogits(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *tensors, sets, spec = args
         (local, index), backend = sets.local_entries, spec.backend
-        # Products are float32 whatever the operands are.
+        # Float32 whatever the operands are.
         z = tensors[0].new_zeros(len(local), dtype=torch.float32)
         for terms in spec.sums if len(local) else ():
             for k in terms:
                 x, y = map(_by_rows, tensors[2 * k : 2 * k + 2])
                 if k == 1 and spec.adapter_rounding is not None:
-                    own = torch.zeros_like(z)
-                    backend.entry_dots(x, y, local, own)
-                    z += round_(own, spec.adapter_rounding)
+                    product = torch.zeros_like(z)
+                    backend.entry_dots(x, y, local, product)
+                    z += round_(product, spec.adapter_rounding)
                 else:
                     backend.entry_dots(x, y, local, z)
             round_(z, spec.transform.rounding)
@@ -240,7 +232,7 @@ class _EntryLogits(torch.autograd.Function):
         refuse_double_backward("linear_logprobs, fused_grpo_loss")
         *tensors, raw = ctx.saved_tensors
         sets, (local, index), sums = ctx.sets, ctx.sets.local_entries, ctx.backend.segment_sums
-        # Selected, as a token without a gradient may have states of any values.
+        # By `where`: a token without a gradient may have states of any values, NaN included.
         d = torch.where(d != 0, (d[:, None] * ctx.transform.slope(raw)).squeeze(1), 0.0)[index]
         grads: list[Tensor | None] = [None] * len(tensors)
         by_id_args = None
@@ -259,7 +251,7 @@ class _EntryLogits(torch.autograd.Function):
 
 
 def refuse_with(execution: Execution) -> None:
-    """Refuses what a support cannot be computed with."""
+    """Refuses options that do not work with a support."""
     if execution.batch_invariant:
         raise ValueError("support does not work with batch_invariant=True: pass one of the two")
 
@@ -301,7 +293,7 @@ def _intervals(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Begin and end of each token's entries, equal where it is masked or wrong; largest end so far.
 
-    The largest end so far ascends, whatever the offsets of masked tokens are.
+    The largest end so far never falls, whatever the offsets of masked tokens are.
     """
     begins, ends = offsets[:-1], offsets[1:]
     reach = torch.where(active, ends, 0).cummax(0).values if len(ends) else ends
@@ -321,14 +313,14 @@ def _intervals(
 def _target_offsets(
     is_target: Tensor, index: Tensor, begins: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Counts the targets among each token's entries; the place of a single one, from its begin."""
+    """The number of targets among each token's entries; a single one's place from its begin."""
     sums = _from_zero(torch.stack([is_target.long(), torch.where(is_target, index, 0)]).cumsum(1))
     counts, place = sums[:, ends] - sums[:, begins]
     return counts, place - begins
 
 
 def _id_order(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:
-    """The permutation that sorts `ids`, where V stands for none; checks that none repeats."""
+    """The permutation that sorts `ids` (V: no id); checks that no token repeats one."""
     sorted_ids, order = ids.sort(stable=True)
     sorted_tokens = tokens[order]
     same_id, same_token = (x[1:] == x[:-1] for x in (sorted_ids, sorted_tokens))
@@ -342,7 +334,7 @@ def indices(keep: Tensor, count: int) -> Tensor:
     everything = torch.arange(len(keep), device=keep.device)
     if count == len(keep):
         return everything
-    # All others go to one place past the end.
+    # Entries that are False go to one place past the end.
     place = torch.where(keep, keep.cumsum(0) - 1, count)
     return everything.new_empty(count + 1).scatter_(0, place, everything)[:count]
 

@@ -1,8 +1,8 @@
-"""The divergence of a row of logits from those of a reference: another model on the same tokens.
+"""The divergence of a row of logits from a reference's: another model on the same tokens.
 
-The reference's logits are computed beside the policy's, a strip at a time. Kernels read both: for
-the statistics, for the divergence by these, for the gradient. `kernels/divergences.py` has the
-formulas. Four GEMMs: one for the logits of each model, two for the gradients of the policy.
+Both models' logits are made a strip at a time. Kernels read both in three sweeps: statistics,
+divergence, gradient (`kernels/divergences.py` has the formulas). Four GEMMs: one for the logits of
+each model, two for the gradients of the policy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .row_plan import Chunk, RowPlan
 
 
 class DivergenceReadout(TargetReadout):
-    """The target's log-prob and the entropy under both, and a divergence of the two softmaxes."""
+    """The target's log-prob and the entropy under both models, and a divergence of the two."""
 
     stats: PairStats  # type: ignore[assignment]
 
@@ -62,7 +62,7 @@ class DivergenceReadout(TargetReadout):
         return self.ref_logits.compute(strip)
 
     def _merge(self, stats: PairStats, targets: Tensor) -> None:
-        """Sets the statistics of whole rows, from those of this rank's columns."""
+        """Merges the ranks' statistics of their columns, in place."""
         policy, reference = (
             self.ranks.merge(x, targets, None) for x in (stats.policy_stats, stats.reference_stats)
         )

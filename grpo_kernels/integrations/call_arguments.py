@@ -1,4 +1,4 @@
-"""Arguments of a fused head's call: its labels, and the ones that are refused.
+"""Arguments of a fused head's call: its labels, and refusals.
 
 A model's forward takes any keyword argument, and ignores an unknown one. A fused head uses each
 argument, or refuses it by name.
@@ -17,23 +17,23 @@ from transformers.cache_utils import Cache
 from ..base.checks import INTEGERS, ValueChecks, as_number, check_tensor
 from .hf_head import body_of
 
-# Arguments that no signature of a model need have: the head's, and those of transformers'
-# TransformersKwargs that the layers use. A new one there is refused until it is known here.
+# Arguments that a model's signature may lack: the head's, and members of transformers'
+# TransformersKwargs that the layers use. A new member is refused until it is known here.
 _COMMON = {
     "labels", "shift_labels", "logits_to_keep", "num_items_in_batch",
     "position_ids", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "seq_idx", "output_router_logits",
 }  # fmt: skip
-# Arguments that choose the result, with the value that `FusedHeadOutput` goes by.
+# Arguments that choose the result, with the only value that a fused head takes.
 _RESULTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
-# Arguments with which positions and labels no longer match; 5.24 renamed the first one.
+# Arguments with which positions and labels no longer match. transformers 5.24 renamed the first.
 _NOT_THE_TEXT = (
     "past_key_values", "cache", "cache_params", "state", "mems", "use_cache", "inputs_embeds",
 )  # fmt: skip
 
 
 def check_arguments(model: Any, kwargs: dict[str, Any]) -> None:
-    """Raises TypeError or ValueError for what a fused head would ignore; removes what is off."""
+    """Raises TypeError or ValueError for arguments a fused head would ignore; drops unset ones."""
     signatures = (inspect.signature(type(x).forward) for x in (model, body_of(model)))
     known = _COMMON.union(_RESULTS, _NOT_THE_TEXT, *(x.parameters for x in signatures))
     for name, x in list(kwargs.items()):
@@ -57,7 +57,7 @@ def check_arguments(model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def usual_results(config: Any) -> dict[str, bool]:
-    """Arguments by which a body returns its last hidden states alone, whatever its config says."""
+    """Arguments that make a body return its last hidden states alone, whatever its config says."""
     return {name: x for name, x in _RESULTS.items() if getattr(config, name, x) != x}
 
 
@@ -105,11 +105,8 @@ def check_one_sequence(
 ) -> None:
     """Raises ValueError for rows with targets of several sequences, which a loss cannot tell apart.
 
-    Args:
-        kwargs: the arguments of the model's body, by which it tells them apart.
-        labels: of the call.
-        scored: bool `[B, T]`, the tokens that the loss counts.
-        loss_type: of the loss, for the message.
+    `kwargs`: the arguments of the model's body, which tells sequences apart by some of them.
+    `scored`: bool `[B, T]`, the tokens that the loss counts.
     """
     message = (
         f"{{}} does not work with loss_type={loss_type!r} and these options, which need one "
@@ -121,8 +118,8 @@ def check_one_sequence(
     positions = kwargs.get("position_ids")
     if positions is None or not scored.numel():
         return
-    # Of four kinds of positions the first are the text's; of three they are time's, which stand
-    # still within an image. Padding may have any, but is not scored.
+    # With four kinds of positions the first is the text's; with three it is time's, constant within
+    # an image. Padding may have any, but is not scored.
     least = 0 if positions.ndim > 2 and len(positions) == 3 else 1
     positions = positions.flatten(0, -3)[0] if positions.ndim > 2 else positions
     restarts = pad(positions.diff(dim=-1) < least, (1, 0)).cumsum(-1)

@@ -1,6 +1,6 @@
-"""Parts of transformers' `generate`: a record of what sampling kept, and stop strings.
+"""Parts of transformers' `generate`: a record of the ids that sampling kept, and stop strings.
 
-With the record a loss can be over the policy that acted:
+With the record a loss can be over the truncated policy that sampled:
 
     recorder = SupportRecorder(temperature=0.7, top_p=0.9)
     options = recorder.generate_options(model)
@@ -8,9 +8,9 @@ With the record a loss can be over the policy that acted:
     supports = recorder.supports(lengths)       # a Support per row
     support = batch_support(supports, out.shape[1] - ids.shape[1])      # of grpo_kernels
 
-transformers runs processors of the caller before its own warpers. So the recorder applies the
-warpers itself, in the order of `generate`, which is then told to truncate nothing. What changes
-scores otherwise than by forbidding tokens is turned off or refused (`refuse_processors`).
+transformers runs the caller's processors before its warpers. So the recorder applies the warpers
+itself, in the order of `generate`, whose truncation is turned off. Options that change scores other
+than by forbidding tokens are turned off or refused (`refuse_processors`).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ except ImportError as error:
         "Install it with: pip install 'transformers>=5.0'"
     ) from error
 
-# Processors of `generate` that go with a recorder: they forbid tokens, which it then sees, or
-# change no probability; the last four are those that it replays.
+# Processors of `generate` that work with a recorder: they forbid tokens before it, or change no
+# probability; the recorder applies the last four itself.
 _REPLAYED = (
     EncoderNoRepeatNGramLogitsProcessor, ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor, LogitNormalization, MinLengthLogitsProcessor,
@@ -103,9 +103,9 @@ class SupportRecorder(LogitsProcessor):
     def generate_options(model: Any = None) -> dict[str, Any]:
         """Returns arguments with which `generate` samples from the recorder's scores.
 
-        They turn off the truncation and the penalties that a model's own `GenerationConfig` may
-        have. What only forbids tokens stays: `suppress_tokens`, say. Pass them as keywords: in a
-        `GenerationConfig`, None stands for the model's own value.
+        They turn off the truncation and the penalties of the model's `GenerationConfig`. Options
+        that only forbid tokens stay, such as `suppress_tokens`. Pass them as keywords: in a
+        `GenerationConfig`, None stands for the model's value.
 
         Args:
             model: the one that samples; None leaves its `GenerationConfig` unchecked.
@@ -173,20 +173,13 @@ class SupportRecorder(LogitsProcessor):
 
 
 def refuse_processors(model: Any, name: str, **options: Any) -> Any:
-    """Refuses options of `generate` by which sampled scores are not those of a recorder.
+    """Refuses options of `generate` that change scores in a way that a recorder does not see.
 
-    Asks `generate` itself which processors it makes of them; nothing is sampled.
-
-    Args:
-        model: the one that samples, whose `GenerationConfig` has the defaults.
-        name: what needs the recorder, for the error.
-        options: arguments of `generate`.
-
-    Returns:
-        The `GenerationConfig` that `generate` makes of the options.
+    Asks `generate` itself which processors it makes of them; samples nothing. `name`: what needs
+    the recorder, for the error. Returns the `GenerationConfig` that `generate` makes of `options`.
 
     Raises:
-        ValueError: an option changes scores otherwise than by forbidding tokens, or searches.
+        ValueError: an option changes scores other than by forbidding tokens, or searches.
     """
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     if "generation_config" not in options:
@@ -213,7 +206,7 @@ def refuse_processors(model: Any, name: str, **options: Any) -> Any:
 def _without_sampling(
     model: Any, input_ids: Tensor, logits_processor: Any, generation_config: Any, **_: Any
 ) -> tuple[Any, str | None]:
-    """Stands for the loop of `generate`; returns its config and an option that is refused."""
+    """Replaces the loop of `generate`; returns its config and an option that is refused."""
     other = next((type(p) for p in logits_processor if type(p) not in _REPLAYED), None)
     if other is None:
         return generation_config, None
@@ -229,14 +222,9 @@ def _without_sampling(
 class StopStrings(StoppingCriteria):
     """Ends rows whose completion has a stop string, and counts the tokens up to it.
 
-    transformers' own `stop_strings` look at prompt and completion together. A stop string that
-    begins in the prompt would end a completion that does not have it; and as `generate` then pads
-    the row, its text alone would not say how many of its tokens were sampled.
-
-    Args:
-        tokenizer: the model's.
-        stop: strings, any of which ends a completion.
-        prompt_length: the number of tokens before the completions, with padding.
+    transformers' `stop_strings` look at prompt and completion together: a stop string that begins
+    in the prompt would end a completion that does not have it. They do not say how many tokens of a
+    row are sampled and how many are padding. `prompt_length` includes padding.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], prompt_length: int) -> None:
@@ -260,7 +248,7 @@ class StopStrings(StoppingCriteria):
 
 
 def support_of(kept_sets: Sequence[Sequence[int]]) -> Support:
-    """The support of tokens with these kept sets, as an engine that reports them has them."""
+    """The support of tokens with these kept sets, as an engine reports them."""
     sizes = torch.tensor([0, *map(len, kept_sets)], dtype=torch.int64, device="cpu")
     token_ids = torch.tensor([*chain.from_iterable(kept_sets)], dtype=torch.int32, device="cpu")
     return Support(token_ids, sizes.cumsum(0))

@@ -1,12 +1,11 @@
-"""Finds the LM head of a Hugging Face model and what the model does to its output.
+"""Finds the LM head of a Hugging Face model, and its scale and softcap.
 
     logits = softcap(logit_scale * (hidden @ weight.T + lora_a_out @ lora_b.T + bias))
 
 `lora_a_out` and `lora_b` come from PEFT's LoRA on the head, if there is one. Model families name
 the scale and the softcap differently in their configs; `check_logits` compares the result with the
-model's own logits, so that a model that does something else is refused.
-
-Nothing here imports transformers: a model is known by its attributes.
+model's own logits, so that a model that does something else is refused. transformers is not
+imported: a model is known by its attributes.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ SCALING_IS_A_FACTOR = ("hyperclovax",)
 UNUSED_FIELDS = {"mpt": "logit_scale"}
 # `check_logits` allows this share of the largest logit, or a few roundings in half precision.
 _CHECK_TOLERANCE = 1e-3
-# The largest logit that it asks for: a softcap leaves alone what is far smaller than the cap.
+# The largest logit of its comparison: a softcap hardly changes logits far below the cap.
 _LARGE_LOGIT = 100.0
-# Whose hooks and forwards only gather, move or cast: what uses the weight without them does it too.
+# Modules of these packages may wrap the head: their hooks and forwards only gather, move or cast.
 _KNOWN_HOOKS = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.", "trl.")
 
 
 class Head(NamedTuple):
-    """The LM head: its linear layer, and what happens to that layer's output."""
+    """The LM head: its linear layer, and the scale and softcap of that layer's output."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
@@ -66,13 +65,7 @@ class Head(NamedTuple):
         temperature: float | Tensor = 1.0,
         logits_dtype: str = "fp32",
     ) -> LMHead:
-        """Returns the `LMHead` for these hidden states, with weights gathered from all ranks.
-
-        Args:
-            hidden: `[..., H]`, the input of the head, to which LoRA's first matrix is applied.
-            temperature: divides the logits, as in `LMHead`.
-            logits_dtype: as in `LMHead`.
-        """
+        """Returns the `LMHead` for `hidden [..., H]`, with weights gathered from all ranks."""
         low_rank = None
         if self.adapters:
             a_out = torch.cat([adapter.lora_a_out(hidden) for adapter in self.adapters], -1)
@@ -99,7 +92,7 @@ class Adapter(NamedTuple):
 
     @property
     def not_called(self) -> tuple[nn.Module, ...]:
-        """The modules that PEFT calls, and whose weight is used here."""
+        """The modules that PEFT calls; here only their weight is used."""
         is_sharded = hasattr(next(self.lora_a.parameters()), "full_tensor")
         return (self.lora_a, self.lora_b) if is_sharded else (self.lora_b,)
 
@@ -124,7 +117,7 @@ def body_of(model: Any) -> Any:
     Raises:
         ValueError: the model computes them in its own forward.
     """
-    # Some (Llama4ForCausalLM, MllamaForCausalLM) have it by another name than they say.
+    # Some (Llama4ForCausalLM, MllamaForCausalLM) have it under another name than they say.
     body = model.base_model if model.base_model is not model else getattr(model, "model", None)
     if not isinstance(body, nn.Module):
         raise ValueError(
@@ -248,7 +241,7 @@ def _split_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
 
 
 def beyond_lora(layer: Any, adapter: str) -> str | None:
-    """Names what an adapter of a layer has beyond the product of plain LoRA; None: nothing."""
+    """Names a part of a layer's adapter that plain LoRA does not have; None: no such part."""
     if not hasattr(layer, "lora_A"):
         return None
     variant = variants_of_lora(layer).get(adapter)
@@ -260,7 +253,7 @@ def beyond_lora(layer: Any, adapter: str) -> str | None:
 
 @torch.no_grad()
 def check_logits(model: Any, ids: Tensor | None = None) -> None:
-    """Compares the logits that `head_of` leads to with the model's own, as they are and enlarged.
+    """Compares the logits of `head_of` with the model's, as they are and enlarged.
 
     Args:
         model: a transformers or PEFT model whose weights are not sharded.
@@ -279,18 +272,18 @@ def check_logits(model: Any, ids: Tensor | None = None) -> None:
     with evaluating(model):
         largest = _compare_logits(model, head, ids, scale=1.0)
         if largest < _LARGE_LOGIT:
-            # A power of 2 rounds no state.
+            # Multiplying by a power of 2 rounds nothing.
             power = min(max(math.ceil(math.log2(_LARGE_LOGIT / largest)), 0), 10)
             _compare_logits(model, head, ids, scale=2.0**power)
 
 
 def _compare_logits(model: Any, head: Head, ids: Tensor, scale: float) -> float:
-    """Compares logits of states `scale` times as large; returns the largest of the model's own."""
+    """Compares logits of states `scale` times as large; returns the model's largest logit."""
     inputs = {"input_ids": ids, "use_cache": False}
     hidden = body_of(model)(**inputs).last_hidden_state
     with _scaled_input(model.get_output_embeddings(), scale) as output_dtypes:
         expected = model(**inputs).logits
-    # Under autocast the layer's own output has a dtype that the model's has not.
+    # Under autocast the layer's output has another dtype than the model's.
     dtypes = {hidden.dtype, head.weight.dtype, expected.dtype, *output_dtypes}
     tolerance = max(3 * torch.finfo(x).eps for x in dtypes)
     largest, error = max(float(expected.abs().max()), 1e-6), math.inf
@@ -330,7 +323,7 @@ def is_sharded(weight: Tensor) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts every module in eval mode within a `with` block, then restores each one's own mode.
+    """Puts every module in eval mode within a `with` block, then restores each module's mode.
 
     In training mode, layers with gradient checkpointing take no key-value cache.
     """
@@ -344,7 +337,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def register_with_zero3(module: nn.Module, weight: Tensor) -> None:
-    """Makes ZeRO-3 gather `weight` around the forward of `module`, which uses it from outside."""
+    """Makes ZeRO-3 gather `weight`, which `module` does not own, around the module's forward."""
     if hasattr(weight, "ds_id"):
         import deepspeed
 
@@ -352,23 +345,22 @@ def register_with_zero3(module: nn.Module, weight: Tensor) -> None:
 
 
 def gather_head(model: Any) -> None:
-    """Has FSDP2 gather an output layer that is a unit of its own, for a call that does not run it.
+    """Makes FSDP2 gather an output layer that is a separate unit, for a call that does not run it.
 
-    The end of the backward reduces its gradient, as that of other units, and shards it again.
-    Without a backward, `let_go_of_head` does.
+    The end of the backward reduces its gradient and shards it again. Without a backward,
+    `reshard_head` does.
     """
     layer = base_model(model).get_output_embeddings()
-    # What is no part of a wrapped module has no end of a backward.
+    # FSDP2 calls nothing at the end of a backward for a head outside of any unit.
     if hasattr(layer, "unshard") and is_unit_within(layer):
         layer.unshard()
 
 
-def kept_head(model: Any, head: LMHead) -> LMHead:
-    """The head of a call as it is now, for later: what may change in place is copied.
+def head_snapshot(model: Any, head: LMHead) -> LMHead:
+    """A snapshot of a call's head, with copies of tensors that may change in place.
 
-    An optimizer changes what is trained; no version counter tells (torch's fused ones leave it as
-    it is). PEFT changes a frozen weight when it takes out adapters that were merged. FSDP2 and
-    ZeRO-3 free what they gathered.
+    An optimizer changes trained weights (torch's fused ones without a new version), PEFT a frozen
+    weight when it unmerges adapters. FSDP2 and ZeRO-3 free gathered weights.
     """
     inner = base_model(model)
     layer = inner.get_output_embeddings()
@@ -386,18 +378,18 @@ def kept_head(model: Any, head: LMHead) -> LMHead:
     return head.replace(weight=constant(head.weight), bias=constant(head.bias), low_rank=low_rank)
 
 
-def let_go_of_head(model: Any) -> None:
-    """Shards what `gather_head` has gathered, after a forward that no backward follows."""
+def reshard_head(model: Any) -> None:
+    """Shards the head after `gather_head`, if no backward follows the forward."""
     layer = base_model(model).get_output_embeddings()
     if hasattr(layer, "reshard") and not torch.is_grad_enabled():
         layer.reshard()
 
 
 def full_tensor(parameter: Any) -> Any:
-    """Returns a DTensor gathered from all ranks; any other value as it is.
+    """Returns a DTensor gathered from all ranks, any other value as it is.
 
-    So a head comes that is sharded without being part of a wrapped module, for which `gather_head`
-    does nothing. The gradient is averaged over ranks, as FSDP2 averages its own.
+    For a head that is sharded outside of any wrapped module, for which `gather_head` does nothing.
+    The gradient is averaged over ranks, as in FSDP2.
     """
     if not hasattr(parameter, "full_tensor"):
         return parameter

@@ -4,12 +4,12 @@
     grpo = FusedLinearGRPOLoss(beta=0.04, loss_type="dapo")
     loss, metrics = grpo(hidden, lm_head.weight, ids, mask, advantages, ref_per_token_logps=ref)
 
-Arguments and results are those of Liger 0.8.5, which need not be installed. The differences:
+Arguments and results are as in Liger 0.8.5, which need not be installed. The differences:
 
-- `luspo` leaves padding out, and `advantages` may be `[B, T]`; Liger's gradients are wrong there.
+- `luspo` ignores padding, and `advantages` may be `[B, T]`; Liger's gradients are wrong there.
 - Masked positions may hold anything, NaN included.
 - In half precision, the logits and the sum of the weight's gradient over chunks are float32.
-- An argument that Liger ignores is an error: a reference with `use_ref_model=False`, a second one.
+- An argument that Liger ignores is an error: a second reference, or one with `use_ref_model=False`.
 - `vespo` with `vllm_is_ratio` and no `old_per_token_logps` computes the log-probs twice.
 - `cispo` may have sequence ratios.
 - `compiled` and `chunk_size` have no effect: nothing here is compiled, and the chunk size is a
@@ -34,7 +34,7 @@ from ..head.lm_head import LMHead, Reference
 from ..loss.advantages import apply_is_weights
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import flat_fields
-from .patching import Patch, check_options, check_version
+from .patching import Patch, check_head_options, check_version
 
 _NAME = "LigerFusedLinearGRPOLoss"
 _LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -44,14 +44,14 @@ _LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "ves
 class FusedLinearGRPOLoss(nn.Module):
     """The GRPO loss of a linear head over hidden states, under Liger's names.
 
-    Every call reads the options, which may change in between. Options that the loss type does not
-    use are ignored, as in Liger.
+    Options may change between calls. Options that the loss type does not use are ignored, as in
+    Liger.
 
     Args:
         beta: weight of the KL to the reference. With `use_ref_model=False` the KL is 0.
         compiled, chunk_size: accepted for compatibility, without effect.
         use_ref_model: whether calls come with a reference, as log-probs or as states and head.
-        epsilon_low, epsilon_high: the clip range; in `cispo` the latter is the bound itself.
+        epsilon_low, epsilon_high: the clip range; in `cispo` `epsilon_high` is the bound itself.
         loss_type: `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"cispo"`, `"sapo"`, `"luspo"`,
             `"vespo"`.
         max_completion_length: the denominator per sequence of `dr_grpo`, which needs it.
@@ -88,7 +88,7 @@ class FusedLinearGRPOLoss(nn.Module):
     def __post_init__(self) -> None:
         super().__init__()
         temperature, logits_dtype = self.temperature, self.logits_dtype
-        check_options(self.execution, temperature=temperature, logits_dtype=logits_dtype)
+        check_head_options(self.execution, temperature=temperature, logits_dtype=logits_dtype)
         self._config()  # refuses now what the calls would refuse
 
     def forward(
@@ -126,11 +126,11 @@ class FusedLinearGRPOLoss(nn.Module):
             vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, >= 0: importance-sampling weights that
                 correct for another sampler.
             num_items_in_batch: for `dapo`, `cispo` and `vespo`, the tokens of the whole step over
-                all ranks; None counts those of this call over all ranks.
+                all ranks; None: the tokens of this call over all ranks.
 
         Raises:
             TypeError, ValueError: as in `fused_grpo_loss`, under its names; a reference with
-                `use_ref_model=False`, or not one without it.
+                `use_ref_model=False`, or none or two with True.
         """
         config, head = self._config(), self._head(lin_weight, bias)
         shape = check_tensor("_input", _input).shape[:2]
@@ -200,7 +200,7 @@ class FusedLinearGRPOLoss(nn.Module):
     def _clipped_share(
         self, logps: Tensor, old_logps: Tensor | None, advantages: Tensor, mask: Tensor
     ) -> Tensor:
-        """The share of unmasked tokens whose own or whose sequence's ratio is clipped."""
+        """The share of unmasked tokens whose ratio, or whose sequence's, is clipped."""
         epsilon_low, epsilon_high = map(as_number, (self.epsilon_low, self.epsilon_high))
         low, high = 1 - epsilon_low, 1 + epsilon_high
         if self.loss_type in ("cispo", "sapo", "vespo"):
@@ -218,8 +218,8 @@ class FusedLinearGRPOLoss(nn.Module):
 class patch_liger(Patch):
     """Replaces Liger's `LigerFusedLinearGRPOLoss` by `FusedLinearGRPOLoss`.
 
-    Use it for trainers that construct Liger's class themselves, such as ms-swift's. It also reaches
-    modules that have imported the class already, but not losses that have been constructed. Called
+    Use it for trainers that construct Liger's class themselves, such as ms-swift's. It also works
+    in modules that have imported the class already, but not for losses constructed before. Called
     as a function, the patch lasts until `undo()`; as a context manager, until the end of the block:
 
         with patch_liger():

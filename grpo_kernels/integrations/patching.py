@@ -1,4 +1,4 @@
-"""`Patch`: replaces names of a framework, and restores them. Checks that come before a patch."""
+"""`Patch`: replaces names of a framework, and restores them; and checks before a patch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from ..head.execution import Execution, check_execution
 from ..head.lm_head import LMHead
 
 _MARK = "_of_grpo_kernels"
-# An owner (a module or a class), a name of its own, and what takes the name's place.
+# An owner (a module or a class), one of its names, and the replacement.
 Replacement = tuple[Any, str, Any]
 
 
 class Patch:
     """Replaces names of other packages until `undo()`, or the end of a `with` block.
-
-    Args:
-        replacements: owner, name and replacement of each name.
 
     Raises:
         RuntimeError: a name is replaced already; then nothing is replaced.
@@ -60,17 +57,14 @@ class Patch:
 
 
 def is_ours(replaced: Any) -> bool:
-    """Returns True if a `Patch` has put this in the place of something."""
+    """Returns True if a `Patch` has put this object in place of another."""
     return _MARK in getattr(replaced, "__dict__", {})
 
 
 def check_version(package: str, oldest: str, before: str | None = None) -> None:
     """Checks that a framework is installed, and neither too old nor too new.
 
-    Args:
-        package: name in the package index.
-        oldest: the oldest version that works.
-        before: the first newer version that is known not to work; None: unknown.
+    `oldest` is the first version that works, `before` the first newer one that does not, if known.
 
     Raises:
         ImportError: naming the expected versions and the installed one.
@@ -85,15 +79,11 @@ def check_version(package: str, oldest: str, before: str | None = None) -> None:
         raise ImportError(f"expected {requirement}; got {got}: pip install '{requirement}'")
 
 
-def check_options(execution: Execution, **of_head: Any) -> None:
-    """Checks options of later calls over heads now.
-
-    Args:
-        execution: how the calls are computed.
-        **of_head: further options of `LMHead`.
+def check_head_options(execution: Execution, **head_options: Any) -> None:
+    """Checks options of later calls over heads, now; `head_options` are of `LMHead`.
 
     Raises:
         TypeError, ValueError: naming the option, what was expected and what came.
     """
-    LMHead(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), **of_head)
+    LMHead(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), **head_options)
     check_execution(execution)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..base.checks import version_numbers
 
-# The versions that are tested and have all of it: those of docs/testing.md.
+# The tested versions, as in docs/testing.md.
 TESTED_VERSIONS = {
     "torch": "2.10 to 2.15",
     "transformers": "5.0 to 5.24",
@@ -24,7 +24,7 @@ TESTED_VERSIONS = {
 
 
 def forget_forward(wrapped: Any) -> None:
-    """Makes DDP expect no backward for a forward that has none, or that was interrupted."""
+    """Makes DDP expect no backward of a forward without one, or of an interrupted forward."""
     _private(wrapped, "reducer._reset_state")()
 
 
@@ -49,7 +49,7 @@ def without_memory() -> Iterator[None]:
 class _GroupedProducts(TorchFunctionMode):
     """Experts' products by one product with the same shape, memory and FLOPs.
 
-    Without memory torch has them in bf16 alone, and it counts none of their FLOPs.
+    Without memory torch supports them in bf16 only, and does not count their FLOPs.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,8 +60,8 @@ class _GroupedProducts(TorchFunctionMode):
             return states @ weights[0]
 
 
-def keeps_a_state(model: Any) -> bool:
-    """True for a transformers model that says that it has a recurrent state."""
+def is_recurrent(model: Any) -> bool:
+    """True for a transformers model that declares a recurrent state."""
     return bool(_private(model, "_is_stateful", "transformers"))
 
 
@@ -73,7 +73,7 @@ def logits_processors(model: Any, config: Any, input_ids: torch.Tensor) -> list[
 
 
 def checkpoint_weights(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a transformers model by the names, and in the parts, of its checkpoint."""
+    """The tensors of a transformers model, named and split as in its checkpoint."""
     loading = import_module("transformers.core_model_loading")
     return dict(_private(loading, "revert_weight_conversion", "transformers")(model, tensors))
 

@@ -9,9 +9,9 @@
 The head and the loss run inside the model's own forward, so that wrappers (DDP, FSDP2, ZeRO-3,
 PEFT) gather weights and reduce gradients as they do for the model alone.
 
-A call goes through these functions, in this order: `attach_fused_head` gives the model a class
-whose forward hands calls with the keyword to `_fused_forward`; this runs the body of the model,
-picks the hidden states and labels to score (`Labels`), and calls the loss (`_score`).
+`attach_fused_head` gives the model a class whose forward passes calls with the keyword to
+`_fused_forward`. `_fused_forward` runs the body of the model, picks the hidden states and labels to
+score (`Labels`), and calls the loss (`_score`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .hf_head import (
     check_logits,
     gather_head,
     head_of,
+    head_snapshot,
     is_prompt_learning,
     is_sharded,
-    kept_head,
-    let_go_of_head,
     register_with_zero3,
+    reshard_head,
 )
-from .patching import check_options
+from .patching import check_head_options
 
 if TYPE_CHECKING:
     from ..explain import Explanation
@@ -66,7 +66,7 @@ except ImportError as error:
     ) from error
 
 _DEFAULT = GRPOLossConfig()
-# Attributes of a model with a fused head, and of its class: the class that it was made from.
+# Attributes of a model with a fused head (its state), and of its class (the class before).
 _ATTRIBUTE, _CLASS_BEFORE = "_grpo_kernels_head", "_grpo_kernels_without_head"
 
 
@@ -120,7 +120,7 @@ class Objective:
         reference: another model's states and head on the same tokens, as in `fused_grpo_loss`.
         states: scores nothing, and sets `reference` to this model's hidden states and head, for the
             objectives of other calls, also after a step. A head that is trained (`requires_grad`)
-            or sharded is copied; a frozen one is shared with the model.
+            or sharded is copied; a frozen head is shared with the model.
         temperature: divides the logits of this call; None: as in `attach_fused_head`.
         execution: backend and memory of this call; None: as in `attach_fused_head`.
 
@@ -178,7 +178,7 @@ class Objective:
         self.states, self.reference = states, reference
         self.output: FusedHeadOutput | None = None
         self.config = config or _DEFAULT
-        self._call: dict[str, Any] = {}  # what `explain` needs of the call besides its output
+        self._call: dict[str, Any] = {}  # the call's arguments, for `explain`
 
     def explain(self, **more: Any) -> Explanation:
         """Explains the loss of the last call with this objective, token by token.
@@ -210,11 +210,11 @@ class _Attached:
     float32: bool
     options: dict[str, Any]  # of `Head.at`
     execution: Execution
-    own_forward: Any  # that of the instance from before; None: it had the class's
+    own_forward: Any  # the instance's forward from before; None: it had the class's
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        # Pickle restores a method by its name, which by now is that of the fused head.
+        # Pickle restores a method by its name, which now leads to the fused head's forward.
         own = self.own_forward
         if hasattr(own, "__func__") and own.__func__ is type(own.__self__).forward:
             self.own_forward = None
@@ -248,8 +248,8 @@ def attach_fused_head(
     Args:
         model: a causal language model of transformers whose logits are a linear layer of its last
             hidden states (with a bias, scale and softcap as the config says), or PEFT's LoRA
-            around one, on the body and on the head. Attach before wrapping with DDP, FSDP2 or
-            DeepSpeed.
+            around such a model, on the body and on the head. Attach before wrapping with DDP, FSDP2
+            or DeepSpeed.
         keyword: the name of the new argument.
         float32: multiply hidden states and head in float32, outside autocast.
         check: compare with the model's own logits on a few ids, at the cost of one forward. Skipped
@@ -264,7 +264,7 @@ def attach_fused_head(
             or logits that are not such a linear layer.
     """
     options = {"temperature": temperature, "logits_dtype": logits_dtype}
-    check_options(execution, **options)
+    check_head_options(execution, **options)
     if is_prompt_learning(model):
         raise ValueError(
             "model: expected adapters inside the layers (such as LoRA), or none; got PEFT's "
@@ -294,15 +294,15 @@ def attach_fused_head(
         return
     own_forward = vars(model).pop("forward", None)
     setattr(model, _ATTRIBUTE, _Attached(keyword, float32, options, execution, own_forward))
-    cls = type(model)  # with a head already, if another model's class has made it
+    cls = type(model)  # a fused head's class already, if made from another model's
     model.__class__ = _with_head(vars(cls).get(_CLASS_BEFORE, cls))
 
 
 @functools.cache
 def _with_head(cls: Any) -> Any:
-    """Returns a subclass of a model's class, of its name, whose forward takes the keyword.
+    """Returns a subclass of a model's class, with its name, whose forward takes the keyword.
 
-    A class, because wrappers, copies of any kind and pickle look for a forward there.
+    A class, because wrappers, copies and pickle look for a forward there.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -319,8 +319,8 @@ def _with_head(cls: Any) -> Any:
         # FSDP2's subclass of it has no pickle.
         return (_new, (cls,), *reduced[2:]) if type(self) is fused else reduced
 
-    # generate and Trainer read the signature. functools.wraps would also set __wrapped__, and
-    # accelerate unwraps what it finds there.
+    # generate and Trainer read the signature. functools.wraps would also set __wrapped__, which
+    # accelerate unwraps.
     forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
     forward.__doc__ = cls.forward.__doc__
     names = ("__module__", "__qualname__", "__doc__")
@@ -355,13 +355,13 @@ def detach_fused_head(model: Any) -> None:
     attached = vars(model).pop(_ATTRIBUTE)
     if attached.own_forward is not None:
         model.forward = attached.own_forward
-    # FSDP2 has made a subclass of it, which stays, and does as the model's own.
+    # FSDP2 has made a subclass of the class; it stays, and forwards as the model's class does.
     if _CLASS_BEFORE in vars(type(model)):
         model.__class__ = vars(type(model))[_CLASS_BEFORE]
 
 
 def has_fused_head(model: Any) -> bool:
-    """Returns True if `attach_fused_head` was called on the model, or on the one PEFT wraps."""
+    """Returns True if `attach_fused_head` was called on the model, or on the model PEFT wraps."""
     return hasattr(base_model(model), _ATTRIBUTE)
 
 
@@ -386,7 +386,7 @@ def _fused_forward(
     check_is_loaded(head.weight)
     for weight in (head.weight, *(adapter.lora_b.weight for adapter in head.adapters)):
         register_with_zero3(model, weight)
-    # A model that is spread over devices may have its head on another one than its last layer.
+    # A model spread over devices may have its head on another device than its last layer.
     device = head.weight.device
     hidden = outputs.last_hidden_state
     targets, hidden = labels.targets(hidden).to(device), labels.predicting(hidden).to(device)
@@ -407,26 +407,26 @@ def _fused_forward(
     with precision:
         lm_head = head.at(hidden, **options)
         if objective.states:
-            objective.reference = Reference(hidden.detach(), kept_head(model, lm_head))
+            objective.reference = Reference(hidden.detach(), head_snapshot(model, lm_head))
             out = FusedHeadOutput()
         else:
             out = _score(hidden, lm_head, targets, objective, items, execution)
     if kwargs.get("output_router_logits"):
         out.aux_loss = _load_balancing_loss(config, outputs, kwargs.get("attention_mask"))
     objective.output = out
-    let_go_of_head(model)
+    reshard_head(model)
     return out
 
 
 def _items_of(objective: Objective, num_items: Any) -> dict[str, Any]:
-    """The loss's `num_items`, of which `num_items_in_batch` is transformers' name."""
+    """The loss's `num_items`, which transformers calls `num_items_in_batch`."""
     if num_items is None:
         return {}
     reason = ""
     if objective.advantages is None:
         reason = "without advantages, because there is no loss to divide: leave it out"
     elif "num_items" in objective.loss_arguments:
-        return {}  # whoever made the objective knows, and Trainer adds its own to any call
+        return {}  # the objective's counts; Trainer adds `num_items_in_batch` to every call
     elif (aggregation := objective.config.effective_aggregation) not in TOKEN_MEANS:
         reason = (
             f"with the {aggregation!r} aggregation, which divides by the number of sequences: pass "
@@ -438,7 +438,7 @@ def _items_of(objective: Objective, num_items: Any) -> dict[str, Any]:
 
 
 def _to(device: torch.device, x: Any) -> Any:
-    """Moves a tensor; what is on the meta device stays there, and is refused by its name."""
+    """Moves a tensor, except from the meta device, where it is refused by name later."""
     return x.to(device) if isinstance(x, Tensor) and x.device.type != "meta" else x
 
 
@@ -450,7 +450,7 @@ def _score(
     if objective.mask is not None:
         objective_mask = _to(device, objective.mask)
         objective_mask = check_tensor("mask", objective_mask, shape=mask.shape, device=mask.device)
-        # Other values than 0 and 1 stay, and are refused.
+        # Keeps values other than 0 and 1, so that they are refused.
         mask = objective_mask.masked_fill(~mask, 0)
     if isinstance(support, tuple) and len(support) == 2:  # anything else is refused
         support = Support(*(_to(device, x) for x in support))

@@ -3,18 +3,18 @@
     actor_rollout_ref.model.use_fused_kernels=True
     actor_rollout_ref.model.fused_kernel_options.impl_backend=grpo_kernels
 
-verl loads `verl_plugin.py` in each of its processes by an entry point, and so knows the name; it
-changes nothing where another backend is asked for. `VERL_USE_EXTERNAL_PLUGINS=none` turns it off.
+verl loads `verl_plugin.py` in each of its processes by an entry point, which adds the name; other
+backends stay as they are. `VERL_USE_EXTERNAL_PLUGINS=none` turns it off.
 
 This file depends on these parts of verl 0.9:
 
-- `monkey_patch.patch_forward_with_backends`, which gives a model verl's forward, and skips
-  backends that it does not know;
+- `monkey_patch.patch_forward_with_backends`, which gives a model verl's forward, and ignores
+  unknown backends;
 - `torch_functional.FusedLinearForPPO`, which that forward constructs with the model's backend;
-- `FSDPEngineWithLMHead.forward_step`, whose micro-batch says whether entropies are wanted;
-- `apply_fsdp2`, in which an untied head is a unit of its own;
-- `HFModelConfig`, which knows the backend, and `linear_cross_entropy`, for Megatron, where verl has
-  one fused head and no choice.
+- `FSDPEngineWithLMHead.forward_step`, whose micro-batch says whether to compute entropies;
+- `apply_fsdp2`, in which an untied head is a separate unit;
+- `HFModelConfig`, which has the backend, and `linear_cross_entropy`, the one fused head for
+  Megatron.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..base.checks import check_choice
 from ..head.execution import Execution, check_execution
 from ..head.linear_logprobs import linear_logprobs
 from ..head.lm_head import LMHead, Support, VocabRanks
-from .hf_head import body_of, gather_head, head_of, let_go_of_head
+from .hf_head import body_of, gather_head, head_of, reshard_head
 from .patching import Patch, check_version, is_ours
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 NAME = "grpo_kernels"
 _FSDP = "verl.workers.engine.fsdp.transformer_impl"
-# Whether the forward that runs is to have entropies. One that no engine of verl calls has them.
+# Whether the running forward computes entropies. A forward outside of verl's engines does.
 _ENTROPY: ContextVar[bool] = ContextVar("entropy", default=True)
 
 
@@ -47,8 +47,8 @@ class patch_verl(Patch):
     """Adds the backend `grpo_kernels` to verl's fused head; other backends stay as they are.
 
     verl does this itself if this library is installed. Call it for another `execution`, in a module
-    that `VERL_USE_EXTERNAL_MODULES` names: verl imports these before it looks for plug-ins. The
-    patch lasts until `undo()`, or the end of a `with` block.
+    that `VERL_USE_EXTERNAL_MODULES` names: verl imports these modules before plug-ins. The patch
+    lasts until `undo()`, or the end of a `with` block.
 
     Args:
         execution: backend and memory of the head's calls.
@@ -66,7 +66,7 @@ class patch_verl(Patch):
         from verl.utils.kernel import linear_cross_entropy as kernel
         from verl.workers.config.model import HFModelConfig
 
-        check_execution(execution)  # refuses now what would be later
+        check_execution(execution)  # raises now, not in the first call
         self._execution = execution
         self._engines: Patch | None = None
         self._hooks = list[RemovableHandle]()
@@ -107,13 +107,11 @@ class patch_verl(Patch):
 
     @staticmethod
     def active() -> bool:
-        """Returns True while verl is patched."""
         from verl.utils.kernel import linear_cross_entropy as kernel
 
         return is_ours(kernel.linear_cross_entropy)
 
     def undo(self) -> None:
-        """Puts back what was there; a second call does nothing."""
         if self._engines is not None:
             self._engines.undo()
         for hook in self._hooks:
@@ -121,12 +119,12 @@ class patch_verl(Patch):
         super().undo()
 
     def _attach(self, model: Any) -> None:
-        """Marks a model whose forward is verl's, and gathers its head where FSDP2 shards it."""
+        """Marks a model with verl's forward; gathers its head if FSDP2 shards it."""
         model._verl_fused_kernels_backend = NAME
-        # verl's forward does not call the head, so FSDP2 does not gather one of its own unit.
+        # verl's forward does not call the head, so FSDP2 does not gather a head in a separate unit.
         self._hooks += [
             body_of(model).register_forward_hook(lambda *_: gather_head(model)),
-            model.register_forward_hook(lambda *_: let_go_of_head(model)),
+            model.register_forward_hook(lambda *_: reshard_head(model)),
         ]
         self._watch_engine()
         print(f"Using {NAME} for the fused head of {type(model).__name__}")
@@ -140,7 +138,7 @@ class patch_verl(Patch):
         return linear_cross_entropy(states, weight, labels, *args, execution=self._execution)
 
     def _watch_engine(self) -> None:
-        """Lets the engine's micro-batches say whether they want entropies."""
+        """Computes entropies only for micro-batches of the engine that need them."""
         engine = getattr(sys.modules.get(_FSDP), "FSDPEngineWithLMHead", None)
         if engine is None or self._engines is not None:
             return
@@ -196,7 +194,7 @@ def _check_targets_of_lora(config: Any) -> None:
 
 
 def _check_engine(model: Any, config: Any) -> None:
-    """Raises ValueError for what only a wrapped model with this head shows: LoRA, offloading."""
+    """Raises ValueError for LoRA on the head and for offloading, seen only in a wrapped model."""
     if not any(getattr(x, "_verl_fused_kernels_backend", None) == NAME for x in model.modules()):
         return
     for name, module in model.named_modules():
@@ -215,10 +213,10 @@ def _check_engine(model: Any, config: Any) -> None:
             )
 
 
-def _fused_linear(own: type, execution: Execution) -> type:
-    """A subclass of verl's fused head, which computes by this library where a model asks for it."""
+def _fused_linear(base: type, execution: Execution) -> type:
+    """A subclass of verl's fused head, which uses this library for the backend `grpo_kernels`."""
 
-    class FusedLinearForPPO(own):  # type: ignore[misc, valid-type, unused-ignore]
+    class FusedLinearForPPO(base):  # type: ignore[misc, valid-type, unused-ignore]
         def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
             super().__init__(chunk_size, "torch" if impl_backend == NAME else impl_backend)
             self.impl_backend = impl_backend
@@ -269,11 +267,11 @@ def linear_cross_entropy(
         temperature: divides the logits; a number, or a tensor with one value per token.
         reduction: `"none"`, `"sum"` or `"mean"` of the log-probs, which are not negated.
         dist_process_group: ranks that share the vocabulary, in the order of its columns. As with
-            verl's kernel the gradient of `hidden` is then this rank's part, which the caller adds
-            up: `VocabRanks(group, hidden="partial")`.
+            verl's kernel, the gradient of `hidden` is then this rank's part, which the caller sums:
+            `VocabRanks(group, hidden="partial")`.
         mask: as in `linear_logprobs`.
         bias: `[V]`, as in `LMHead`.
-        support: as in `linear_logprobs`; both results are then those of the truncated policy.
+        support: as in `linear_logprobs`; both results are then of the truncated policy.
         execution: as in `linear_logprobs`.
 
     Returns:

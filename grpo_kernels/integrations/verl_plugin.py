@@ -1,6 +1,6 @@
 """Plug-in that verl loads in each of its processes, by this package's entry point `verl.plugins`.
 
-verl tells a plug-in's errors at its lowest level, where nobody looks; here they are warnings.
+verl logs a plug-in's errors at its lowest level; here they are warnings.
 """
 
 import warnings

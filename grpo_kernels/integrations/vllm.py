@@ -1,7 +1,7 @@
-"""Weights of a policy for vLLM: what is sent, and `WorkerExtension`, which takes it inside vLLM.
+"""Weights of a policy for vLLM: the sender, and `WorkerExtension`, the receiver inside vLLM.
 
-Used of vLLM: `worker_extension_cls`, `collective_rpc`, `reload_weights(weights_iterator=)`, whose
-arguments have been the same since 0.16.
+It depends on vLLM's `worker_extension_cls`, `collective_rpc` and
+`reload_weights(weights_iterator=)`, unchanged since 0.16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .private import checkpoint_weights
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker; no name may be one of the worker's."""
+    """Methods that vLLM adds to its worker, which must not have their names."""
 
     def grpo_kernels_about(self) -> dict[str, Any]:
         """Returns facts about the engine for the trainer."""
@@ -34,18 +34,14 @@ class WorkerExtension:
         }  # fmt: skip
 
     def grpo_kernels_load(self, weights: Iterable[tuple[str, Tensor]], count: int) -> None:
-        """Replaces the model's weights.
-
-        Args:
-            weights: names and tensors, as in a checkpoint.
-            count: number of weights.
+        """Replaces the model's weights by `count` weights, named as in a checkpoint.
 
         Raises:
             RuntimeError: another number came, or an earlier load failed.
         """
         failed = getattr(self, "grpo_kernels_failed", "")
         if failed:
-            # What it had of those weights is still between its own and the next ones.
+            # vLLM still has some weights of the failed load.
             raise RuntimeError(f"weights failed to load before ({failed}): start vLLM again")
         seen = 0
 
@@ -65,17 +61,16 @@ class WorkerExtension:
             raise RuntimeError(f"weights: expected {count} tensors; got {seen}")
 
 
-# Names of a model's config that engine and policy must have in common.
+# Fields of a model's config that must be equal in engine and policy.
 SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
 def repack(model: Any) -> int:
-    """Renews the copies of weights that vLLM multiplies by on a CPU; returns how many.
+    """Renews the packed copies of weights that vLLM multiplies by on a CPU; returns their number.
 
-    There a layer multiplies by a packed copy of its weight. `reload_weights` renews those of layers
-    whose weight comes by name, which a tied head's does not: without this its logits would be
-    those of the weights it was loaded with, and nothing would say so (vLLM up to 0.32; on a GPU
-    there is no copy).
+    `reload_weights` renews the copies of weights that are sent by name, which a tied head's is not:
+    without this its logits would silently stay the initial model's (vLLM up to 0.32; on a GPU there
+    is no copy).
     """
     layers = [
         layer for layer in model.modules()
@@ -96,7 +91,7 @@ def check_can_be_sent(model: Any) -> None:
     Raises:
         ValueError: a sharded weight, an adapter that cannot be merged into a weight, an adapter on
             a tied head or embedding, which vLLM has as one weight, or a model whose weights
-            transformers cannot turn into those of a checkpoint.
+            transformers cannot convert to a checkpoint's.
     """
     sharded = next((name for name, p in model.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
@@ -139,7 +134,7 @@ def _check_adapters(model: Any) -> None:
 
 
 def _beyond_merging(layer: Any) -> str | None:
-    """Names what an adapted layer has that no sum of its weight and a product is; None: nothing."""
+    """Names a part of an adapted layer that cannot be merged into its weight; None without one."""
     weight = getattr(layer.base_layer, "weight", None)
     merges = hasattr(layer, "scaling") and hasattr(layer, "get_delta_weight")
     if weight is None or not merges:
@@ -151,12 +146,9 @@ def _beyond_merging(layer: Any) -> str | None:
 
 
 def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Weights as `save_pretrained` writes them, a layer at a time; a tied one comes once.
+    """Weights as `save_pretrained` writes them, a layer at a time; a tied weight comes once.
 
-    LoRA is merged on the way, `W + B A * scaling` in the dtype of W, and the model stays as it is.
-
-    Args:
-        model: a transformers or PEFT model.
+    LoRA is merged into a copy, `W + B A * scaling` in the dtype of W.
 
     Raises:
         ValueError: as in `check_can_be_sent`.
@@ -175,7 +167,7 @@ def names_of(model: Any) -> list[str]:
 
 
 def _tensors(model: Any) -> dict[str, tuple[str, Tensor]]:
-    """Parameters and buffers to send, and the model's names of them, by those without adapters."""
+    """Parameters and buffers to send, with their names, by their names without adapters."""
     is_peft = hasattr(model, "peft_config")
     adapters = (f".{model.prefix}", ".original_module.", ".ranknum.") if is_peft else ()
     first: dict[int, tuple[str, Tensor]] = {}  # a tied weight is one object
@@ -198,7 +190,7 @@ def _layers_of(tensors: dict[str, tuple[str, Tensor]], base: Any) -> list[list[s
 
 
 def _checkpoint_shapes(tensors: dict[str, tuple[str, Tensor]], base: Any) -> dict[str, Any]:
-    """The shapes of the tensors that a checkpoint has of these, by name."""
+    """The shapes of these tensors in a checkpoint, by name."""
     empty = {name: x.detach().to("meta") for name, (_, x) in tensors.items()}
     return {name: x.shape for name, x in checkpoint_weights(base, empty).items()}
 
@@ -214,6 +206,6 @@ def _merged(name: str, tensor: Tensor, layers: dict[str, Any]) -> Tensor:
 
 
 def _plain(name: str) -> str:
-    """The name without adapters of a tensor's name in a PEFT model."""
+    """A tensor's name in the model without adapters, from its name in a PEFT model."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)

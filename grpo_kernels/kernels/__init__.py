@@ -1,8 +1,8 @@
 """The operations on a chunk of logits, once as Triton kernels and once as torch ops.
 
 This is the only seam between devices. A backend is a module with the functions of `Backend`, which
-`torch_backend` describes; all have the same signatures and the same results up to rounding. Nothing
-here knows about the loss: what a kernel needs of it comes in as plain tensors and numbers.
+`torch_backend` describes; all have the same signatures and the same results up to rounding. The
+loss reaches kernels as plain tensors and numbers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BACKENDS = ("auto", "triton", "torch")
 class LogitTransform:
     """Maps raw logits to logits: `softcap(logit_scale * raw) / temperature`.
 
-    `softcap(x)` is `softcap * tanh(x / softcap)`, but for a raw logit of -inf, which bans an entry:
-    that stays -inf. `temperature` is a number, or float32 `[C]` with one value per row.
+    `softcap(x)` is `softcap * tanh(x / softcap)`, except that a raw logit of -inf, which bans an
+    entry, stays -inf. `temperature` is a number, or float32 `[C]` with one value per row.
 
-    `rounding`: the dtype of each step's result but the last one's, as a model in that dtype has
-    them: product with the scale, quotient by the cap, tanh, product with the cap. Slopes are those
-    of the function without a rounding.
+    `rounding`: the dtype to which each step is rounded before the temperature, as in a model of
+    that dtype: product with the scale, quotient by the cap, tanh, product with the cap. Slopes
+    ignore the rounding.
     """
 
     logit_scale: float = 1.0
@@ -41,12 +41,12 @@ class LogitTransform:
 
     @property
     def per_row(self) -> float | Tensor:
-        """The temperature, as it goes with logits `[C, V]`."""
+        """The temperature, broadcastable to logits `[C, V]`."""
         t = self.temperature
         return t[:, None] if isinstance(t, Tensor) else t
 
     def apply(self, raw: Tensor, out: Tensor | None = None) -> Tensor:
-        """The logits, float32 `[C, V]`, in `out` if given; `raw` where there is nothing to do."""
+        """The logits, float32 `[C, V]`, in `out` if given; `raw` itself if nothing changes."""
         z = raw.float()
         if self.logit_scale != 1.0:
             z = round_(torch.mul(z, self.logit_scale, out=out), self.rounding)
@@ -59,16 +59,16 @@ class LogitTransform:
         return z
 
     def slope(self, raw: Tensor) -> float | Tensor:
-        """The derivative of the logits by the raw ones, `[C, K]`."""
+        """The derivative of the logits by the raw logits, `[C, K]`."""
         slope = self.logit_scale / self.per_row
         chain = self.softcap_slope(raw)
         return slope if chain is None else chain * slope
 
     def softcap_slope(self, raw: Tensor) -> Tensor | None:
-        """The slope of the softcap at raw logits `[C, K]`; None where there is no softcap.
+        """The slope of the softcap at raw logits `[C, K]`; None without a softcap.
 
-        `1 - tanh(x)^2 = 4 e / (1 + e)^2`, `e = exp(-2 |x|)`: of 1 and tanh(x)^2 the difference has
-        no digits left where tanh is flat.
+        `1 - tanh(x)^2 = 4 e / (1 + e)^2`, `e = exp(-2 |x|)`: the difference cancels where tanh is
+        flat.
         """
         if self.softcap is None:
             return None
@@ -76,7 +76,6 @@ class LogitTransform:
         return e.mul(4).div_(e.add_(1).square_())
 
     def at(self, rows: Tensor | slice) -> LogitTransform:
-        """The transform of some rows."""
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature[rows]
@@ -84,7 +83,7 @@ class LogitTransform:
 
 
 def round_(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Rounds float32 values to those of another dtype, in place; None: leaves them."""
+    """Rounds float32 values to another dtype's, in place; None: does nothing."""
     return x if dtype is None else x.copy_(x.to(dtype))
 
 
@@ -106,24 +105,22 @@ class TokenStats(NamedTuple):
 
     @property
     def divergence(self) -> Tensor | None:
-        """None: it is read of two models' logits (`PairStats`)."""
+        """None: only two models' logits have one (`PairStats`)."""
         return None
 
     @staticmethod
     def of(values: Sequence[Tensor], *, entropy: bool) -> TokenStats:
-        """The statistics, from their values."""
         return TokenStats(values[0], values[1], values[2] if entropy else None)
 
     @staticmethod
     def empty(like: Tensor, *, entropy: bool, total: bool) -> TokenStats:
-        """Statistics to be filled, of the rows of `like [C, V]`."""
+        """Uninitialized statistics of the rows of `like [C, V]`."""
         logps, logsumexp, *others = like.new_empty((4, len(like)), dtype=torch.float32)
         return TokenStats(
             logps, logsumexp, others[0] if entropy else None, others[1] if total else None
         )
 
     def at(self, rows: Tensor | slice) -> TokenStats:
-        """The values of some rows."""
         return TokenStats(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
@@ -148,13 +145,13 @@ class RowGrads(NamedTuple):
 
         dL/dz_j = d_logps * 1[j = target] - p_j * (d_softmax + d_entropy * (z_j - lse + entropy))
 
-    `d_softmax` is `d_logps`, less the gradient of the row's logsumexp where that has one.
-    `at_target` is the whole of the target's.
+    `d_softmax` is `d_logps` minus the gradient of the row's logsumexp, if there is one.
+    `d_target` is the target's entry of dL/dz.
     """
 
     logsumexp: Tensor
     d_softmax: Tensor
-    at_target: Tensor
+    d_target: Tensor
     entropy: Tensor | None = None
     d_entropy: Tensor | None = None
 
@@ -163,19 +160,18 @@ class RowGrads(NamedTuple):
         """The parts, from a loss's gradients by a row's statistics."""
         d_logps, d_entropy, d_logsumexp, _ = d_stats
         assert d_logps is not None
-        # 1 - p cancels for a target that is all but certain, and -expm1(logps) does not.
-        at_target, d_softmax = -d_logps * stats.logps.expm1(), d_logps
+        # 1 - p cancels for a nearly certain target; -expm1(logps) does not.
+        d_target, d_softmax = -d_logps * stats.logps.expm1(), d_logps
         if d_logsumexp is not None:
             d_softmax = d_logps - d_logsumexp
-            at_target += d_logsumexp * stats.logps.exp()
+            d_target += d_logsumexp * stats.logps.exp()
         if d_entropy is not None:
             assert stats.entropy is not None
             surprise = stats.logps.clamp(min=-1e4) + stats.entropy
-            at_target -= stats.logps.exp() * d_entropy * surprise
-        return RowGrads(stats.logsumexp, d_softmax, at_target, stats.entropy, d_entropy)
+            d_target -= stats.logps.exp() * d_entropy * surprise
+        return RowGrads(stats.logsumexp, d_softmax, d_target, stats.entropy, d_entropy)
 
     def at(self, rows: Tensor | slice) -> RowGrads:
-        """The values of some rows."""
         return RowGrads(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
@@ -198,7 +194,7 @@ class Entries:
         return self.tokens[self.order]
 
     def begins_of(self, ids: Tensor) -> Tensor:
-        """Places in `order` where the entries of each of `ids`, ascending, begin."""
+        """The place in `order` at which the entries of each of the ascending `ids` begin."""
         return torch.searchsorted(self.ids[self.order], ids)
 
 
@@ -214,9 +210,9 @@ if TYPE_CHECKING:
     from . import torch_backend
 
     class Backend:
-        """The functions that every backend has, typed as those of `torch_backend`."""
+        """The functions of every backend, with the types of `torch_backend`."""
 
-        PAIRS: str  # the module with its operations on two models' logits
+        PAIRS_MODULE: str  # the module with its operations on two models' logits
         # None where torch differentiates the objective; else `triton_policy_loss.policy_loss`.
         policy_loss: Callable[..., PolicyLossResult] | None
         token_stats = staticmethod(torch_backend.token_stats)
@@ -228,8 +224,8 @@ else:
 
 
 def pairs_of(backend: Backend) -> ModuleType:
-    """The backend's operations on two models' logits: a module as `pairs` is."""
-    return import_module(backend.PAIRS, __package__)
+    """The backend's operations on two models' logits: a module like `pairs`."""
+    return import_module(backend.PAIRS_MODULE, __package__)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Divergences of a row's two softmaxes, one class each: everything that tells them apart.
+"""Divergences of a row's two softmaxes, one class each.
 
 With p and q the softmaxes, z the logits of p, d = log p - log q, m = beta q + (1 - beta) p:
 
@@ -8,9 +8,9 @@ With p and q the softmaxes, z the logits of p, d = log p - log q, m = beta q + (
     JSD        beta sum q log(q/m)                     (1 - beta) p (h - sum p h),
                  + (1 - beta) sum p log(p/m)                             h = log(p/m)
 
-Each is a sum of KLs from one distribution: q, p, or m. The torch kernels ask the object for these
-terms and for `p h`; `triton_divergences.py` has the same as Triton functions. `addends` is the
-paper's formula, for autograd: `grpo_kernels.reference` uses only this.
+Each is a sum of KLs from one distribution: q, p, or m. The torch kernels use the object's terms and
+`p h`; `triton_divergences.py` has both as Triton functions. `addends` is the paper's formula, for
+autograd, the only one that `grpo_kernels.reference` uses.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Divergence:
     def weighted_h(self, p: Tensor, q: Tensor, terms: list[KLTerm]) -> Tensor:
         """`p h`, with the h of the gradient `p (h - sum p h)`: dL/dp up to a constant and `scale`.
 
-        Here h is the first term's logarithm. inf makes the gradient infinite; NaN counts as 0 where
-        p is 0. May overwrite q and the terms' logarithms.
+        By default h is the first term's logarithm. inf makes the gradient infinite; NaN counts as 0
+        where p is 0. May overwrite q and the terms' logarithms.
         """
         return terms[0].log_ratio.mul_(p)
 
@@ -138,7 +138,7 @@ DIVERGENCES: dict[str, type[Divergence]] = {x.name: x for x in (ReverseKL, Forwa
 
 def to_mixture_(d: Tensor, beta: float, out: Tensor) -> tuple[Tensor, Tensor]:
     """`log(p / m)`, in `out`, and `log(q / m)`, in the memory of d."""
-    # Beyond, p or q is as good as 0.
+    # Beyond, p or q is negligible.
     d.clamp_(-80.0, 80.0)
     log_pm = torch.neg(d, out=out).expm1_().mul_(beta).log1p_().neg_()
     return log_pm, torch.sub(log_pm, d, out=d)

@@ -32,17 +32,17 @@ class PairStats:
         ref_logps: log-probs of the targets under the reference.
         ref_logsumexp: of its logits.
         ref_entropy: of its softmax.
-        shift: `logsumexp - ref_logsumexp`, with the digits that the difference of both has lost.
+        shift: `logsumexp - ref_logsumexp`, without the cancellation of that difference.
         divergence: of the softmaxes.
         mean: mean of h under the policy (`divergences.py`), computed with `shift`: the same
             rounding error.
         peak: the policy's largest logit.
         ref_at_peak: the reference's logit there.
         ref_peak: the reference's largest logit.
-        anchor: number that is subtracted from the policy's logits: by Triton's kernels before the
-            temperature (0 on several ranks), by torch after it.
-        ref_anchor: number that is subtracted from the reference's.
-        log_total: log2 of the sum of the policy's exponentials, of logits less the anchor.
+        anchor: subtracted from the policy's logits: by Triton's kernels before the temperature (0
+            on several ranks), by torch after it.
+        ref_anchor: subtracted from the reference's logits.
+        log_total: log2 of the sum of the exponentials of the policy's logits minus the anchor.
     """
 
     values: Tensor
@@ -55,17 +55,16 @@ class PairStats:
 
     @staticmethod
     def size() -> int:
-        """The number of them."""
+        """The number of statistics."""
         return 15
 
     @staticmethod
     def of(values: Sequence[Tensor], *, entropy: bool = True) -> PairStats:
-        """The statistics, from their values."""
         return PairStats(torch.stack(list(values)))
 
     @staticmethod
     def empty(like: Tensor) -> PairStats:
-        """Statistics to be filled, of the rows of `like [C, V]`."""
+        """Uninitialized statistics of the rows of `like [C, V]`."""
         return PairStats(like.new_empty((PairStats.size(), len(like)), dtype=torch.float32))
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -73,14 +72,13 @@ class PairStats:
 
     @property
     def policy_stats(self) -> TokenStats:
-        """The policy's alone."""
+        """The policy's statistics."""
         return TokenStats(self.logps, self.logsumexp, self.entropy)
 
     @property
     def reference_stats(self) -> TokenStats:
-        """The reference's alone."""
+        """The reference's statistics."""
         return TokenStats(self.ref_logps, self.ref_logsumexp, self.ref_entropy)
 
     def at(self, rows: Tensor | slice) -> PairStats:
-        """The values of some rows."""
         return PairStats(self.values[:, rows])

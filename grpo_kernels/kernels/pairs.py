@@ -7,15 +7,15 @@ With p and q the two softmaxes of a row, d = log p - log q, and a divergence's h
     divergences    L,  mean = sum_j p_j h_j             by the statistics
     pair_grads_    dL/dz_j = scale p_j (h_j - mean)     by the statistics and the mean
 
-Numerics: p and q are of logits less the row's largest, so that large logits cost no digits. d is
+Numerics: p and q are of logits minus the row's largest, so that large logits cost no digits. d is
 `(z - z') - shift`, and the difference of two close logits is exact. The rounding error of the shift
-is the same in h and in its mean, and cancels. Each sum of `a log(a/b)` is taken over
-`a log(a/b) + b - a`: it adds up to the same, and no term is below 0. Where a and b are close, it
-comes from an expansion, and a - b from tanh.
+is the same in h and in its mean, and cancels. Each sum of `a log(a/b)` adds `a log(a/b) + b - a`:
+the sum is the same, and no term is below 0. Where a and b are close, the term comes from an
+expansion, and a - b from tanh.
 
-Cost on a CPU: each function reads 8 bytes per pair of logits from memory, `pair_stats` twice. What
-follows stays in a core's cache, a block of rows at a time: about 12, 24 and 14 operations per pair,
-in buffers that are made once, as new memory costs more than what is computed in it.
+Cost on a CPU: each function reads 8 bytes per pair of logits from memory, `pair_stats` twice. About
+12, 24 and 14 operations per pair follow in a core's cache, a block of rows at a time, in buffers
+that are reused, as allocating memory costs more than computing in it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .divergences import Divergence
 from .pair_stats import PairStats
 from .torch_backend import logit_grads_, row_blocks, row_sums
 
-# Logits that a core takes at a time: larger blocks leave its cache between two operations.
+# Bytes of logits per core and block: larger blocks leave the cache between two operations.
 _BYTES_PER_CORE = 512 << 10
 # Below this |log(a/b)|, `a log(a/b) + b - a` comes from an expansion, of 5 digits.
 _NEAR = 0.15
-# The columns among which the largest logit of a row is looked for first.
+# Columns per part of a row: the search for the largest logit finds its part first.
 _PART = 128
 
 
@@ -52,8 +52,8 @@ def pair_stats(
 ) -> None:
     """Reduces two models' raw logits `[C, V]` to statistics per row, in `out`.
 
-    Leaves the divergence and the mean to `divergences`. A target of -1 is none of the columns: its
-    log-probs are -inf.
+    `divergences` sets the divergence and the mean. A target of -1 is in no column: its log-probs
+    are -inf.
     """
     place = _place_of_largest(logits)
     peak = transform.apply(logits.gather(1, place))
@@ -65,7 +65,7 @@ def pair_stats(
         stat.copy_(value.squeeze(1))
     total = _set_softmax(out.policy_stats, logits, targets, transform, peak)
     ref_total = _set_softmax(out.reference_stats, ref_logits, targets, ref_transform, ref_peak)
-    # By the sums of exponentials, not by their logarithms with the peaks added.
+    # From the sums of exponentials; the difference of logsumexps would cancel.
     out.shift.copy_((widened(out.peak) - out.ref_peak) + (total / ref_total).log())
     for stat, value in (
         (out.anchor, out.peak), (out.ref_anchor, out.ref_peak), (out.log_total, total.log2())
@@ -74,7 +74,7 @@ def pair_stats(
 
 
 def set_anchors(stats: PairStats) -> None:
-    """Sets what is relative to the anchors, of statistics that were merged from several ranks'."""
+    """Sets the anchors, and `log_total` relative to them, after a merge of several ranks'."""
     stats.anchor.copy_(stats.peak)
     stats.ref_anchor.copy_(stats.ref_peak)
     stats.log_total.copy_((widened(stats.logsumexp) - stats.peak) * (1 / math.log(2)))
@@ -90,7 +90,7 @@ def _set_softmax(
         z = transform.at(rows).apply(logits[rows], out=x)
         torch.exp(torch.sub(z, peak[rows], out=x), out=exps)
         total[rows] = row_sums(exps)
-        # Where e^x is 0 so is its product with x, which may be -inf.
+        # x may be -inf where e^x is 0; the product is 0.
         weighted[rows] = row_sums(x.clamp_(min=-1e4).mul_(exps))
     log_total = widened(total).log()
     target_logit = transform.apply(logits.gather(1, targets[:, None].clamp(min=0)))
@@ -103,13 +103,13 @@ def _set_softmax(
 
 
 def _place_of_largest(z: Tensor) -> Tensor:
-    """The place of the largest of each row `[C, 1]`: the part of the row first."""
+    """The place of each row's largest logit, `[C, 1]`: its part of the row first."""
     V = z.shape[1]
     width = min(_PART, V)
-    whole = V // width * width
-    parts = z[:, :whole].unflatten(1, (-1, width)).amax(2)
-    if whole < V:
-        parts = torch.cat((parts, z[:, whole:].amax(1, keepdim=True)), 1)
+    full = V // width * width
+    parts = z[:, :full].unflatten(1, (-1, width)).amax(2)
+    if full < V:
+        parts = torch.cat((parts, z[:, full:].amax(1, keepdim=True)), 1)
     begin = (parts.argmax(1, keepdim=True) * width).clamp_(max=V - width)
     columns = begin + torch.arange(width, device=z.device)
     return begin.add_(z.gather(1, columns).argmax(1, keepdim=True))
@@ -124,7 +124,7 @@ def divergences(
     *,
     divergence: Divergence,
 ) -> None:
-    """Sets `divergence` and `mean` from the columns here, by the statistics of whole rows."""
+    """Sets `divergence` and `mean`, summed over these columns, from the statistics of the rows."""
     for rows, (p, q, d, *spare) in _blocks(logits, 7):
         row_stats, both = stats.at(rows), (logits[rows], ref_logits[rows])
         transforms = transform.at(rows), ref_transform.at(rows)
@@ -150,7 +150,8 @@ def pair_grads_(
 ) -> None:
     """Writes the gradient of the policy's raw logits `[C, V]` to `out [C, V]`.
 
-    `grads` are those of its statistics, if there are any. Overwrites `logits`, which `out` may be.
+    `grads`: from the policy's own statistics; None without. Overwrites `logits`, which `out` may
+    be.
     """
     factors = (d_divergence * divergence.scale)[:, None]
     for rows, (p, q, d, spare) in _blocks(logits, 4):
@@ -161,7 +162,7 @@ def pair_grads_(
         mean = row_stats.mean[:, None]
         slopes = torch.addcmul(weighted, p, mean, value=-1.0, out=q)
         if p.device.type != "cpu" or mean.isinf().any():
-            # Where h is infinite so is its mean, and the difference is neither.
+            # Where h is infinite, so is its mean, and their difference is NaN.
             slopes.masked_fill_(weighted == torch.inf, torch.inf)
             slopes.masked_fill_((p == 0) & slopes.isnan(), 0.0)
         slopes.mul_(factors[rows] * local.slope(raw))
@@ -172,7 +173,7 @@ def pair_grads_(
 
 
 def _blocks(logits: Tensor, buffers: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Cuts rows of logits into blocks; yields each with that many float32 buffers as large."""
+    """Splits rows of logits into blocks; yields each with `buffers` float32 buffers of its size."""
     on_cpu, work = logits.device.type == "cpu", list[Tensor]()
     for rows in row_blocks(logits, _BYTES_PER_CORE * torch.get_num_threads() if on_cpu else None):
         if not work:
@@ -185,7 +186,7 @@ def _set_softmaxes(
     raw: Tensor, ref_raw: Tensor, transform: LogitTransform, ref_transform: LogitTransform,
     stats: PairStats, p: Tensor, q: Tensor, d: Tensor,
 ) -> None:  # fmt: skip
-    """Sets p, q and d of whole rows. Where p and q are 0, d is NaN."""
+    """Sets p, q and d. Where p and q are 0, d is NaN."""
     z, t = transform.apply(raw, out=p), ref_transform.apply(ref_raw, out=q)
     torch.sub(z, t, out=d).sub_(stats.shift[:, None])
     anchor, log_total = widened(stats.anchor), widened(stats.log_total) * math.log(2)
@@ -195,13 +196,13 @@ def _set_softmaxes(
 
 
 def _kl(a: Tensor, b: Tensor, x: Tensor, r: Tensor, u: Tensor) -> Tensor:
-    """The sum of `a log(a / b) + b - a` over each row, x being the logarithm: a (x + e^-x - 1).
+    """The sum of `a log(a / b) + b - a` over each row, with x the logarithm: a (x + e^-x - 1).
 
-    With f(x) = x + e^-x - 1, b = a e^-x and c = x clamped to [-n, n], without a choice:
+    With f(x) = x + e^-x - 1, b = a e^-x and c = x clamped to [-n, n], without `where`:
 
         a f(x) = a (f(c) + x - c) + min(b - a e^-n, 0) + max(b - a e^n, 0)
     """
-    # f(c) is c^2 / (2 (1 + c/6)^2), but for c^3/540 of it.
+    # f(c) is c^2 / (2 (1 + c/6)^2), up to a relative error of c^3/540.
     c = torch.clamp(x, -_NEAR, _NEAR, out=r)
     torch.div(c, torch.mul(c, 1 / 6, out=u).add_(1.0), out=u)
     sums = _sums_(torch.sub(x, c, out=r).addcmul_(u, u, value=0.5).mul_(a), a)
@@ -214,7 +215,7 @@ def _kl(a: Tensor, b: Tensor, x: Tensor, r: Tensor, u: Tensor) -> Tensor:
 def _sums_(products: Tensor, weights: Tensor) -> Tensor:
     """The sum of each row; products are set to 0 where they are NaN and the weight is 0."""
     sums = row_sums(products)
-    # On a CPU a look at the result is cheaper than one at every element.
+    # On a CPU, checking the sums is cheaper than masking every element.
     if products.device.type != "cpu" or sums.isnan().any():
         sums = row_sums(products.masked_fill_((weights == 0) & products.isnan(), 0.0))
     return sums

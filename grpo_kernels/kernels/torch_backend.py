@@ -1,7 +1,7 @@
 """Torch ops: any device, and the fast path on a CPU.
 
-A chunk of logits is many times a core's cache and every formula below sweeps it several times, so
-the sweeps run over blocks of rows that stay in the cache between them.
+A chunk of logits is many times a core's cache and every formula sweeps it several times, so the
+sweeps run over blocks of rows that stay in the cache.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from . import Entries, LogitTransform, RowGrads, TokenStats
 
-# A closed form of its own or autograd differentiates the objective.
+# No kernel: a closed form of the loss or autograd differentiates the objective.
 policy_loss = None
-PAIRS = ".pairs"
+PAIRS_MODULE = ".pairs"
 
 CPU_BLOCK_BYTES = 8 << 20
 _GPU_BLOCK_BYTES = 1 << 26
@@ -35,16 +35,16 @@ def token_stats(
 ) -> TokenStats:
     """Reduces raw logits `[C, V]` to statistics per row, in `out` if given.
 
-    `exps [C, V]`, float32 or bf16, gets the gradient of the raw logits but for one factor per row,
-    `row_factors`:
+    `exps [C, V]`, float32 or bf16, gets the gradient of the raw logits up to one factor per row
+    (`row_factors`):
 
         X = e^(z - a), with -S' at the target y, S' = sum_(j != y) X_j; times softcap's slope
 
     The anchor `a` is at most 60 below the row's largest logit. `exps` may be `logits` itself; else
-    `logits` stay as they are. `invariant`: the anchor is the largest logit in any case, so that
-    statistics are the same bits with `exps` and without.
+    `logits` do not change. `invariant`: the anchor is always the largest logit, so that statistics
+    have the same bits with `exps` and without.
 
-    A target of -1 is none of the columns: its log-prob is -inf, and its row of X has no such entry.
+    A target of -1 is in no column: its log-prob is -inf, and its row of X has no such entry.
     """
     if out is None:
         out = TokenStats.empty(logits, entropy=entropy, total=exps is not None)
@@ -56,9 +56,9 @@ def token_stats(
         if not scratch:
             scratch = [torch.empty_like(z) for _ in range(2)]
         peak = z.amax(1, keepdim=True)
-        # A row that is -inf throughout has no distribution: NaN, as torch.log_softmax has it.
+        # A row of -inf only has no distribution: NaN, as in torch.log_softmax.
         shifted = torch.sub(z, peak, out=scratch[0][: len(z)])
-        # One sweep in one parallel region, where exp and sum would be two.
+        # One sweep; exp and sum would be two.
         may_overwrite = z.data_ptr() != block.data_ptr() or _same_memory(exps, logits)
         in_place = may_overwrite and z.is_contiguous()
         p = torch.softmax(z, 1, out=z if in_place else scratch[1][: len(z)])
@@ -68,22 +68,22 @@ def token_stats(
         place, elsewhere = target.clamp(min=0), target < 0
         at_place, target_logit = p.gather(1, place), shifted.gather(1, place)
         weighted = _sum_of_products(p, shifted) if entropy else None
-        # Beside a target that has nearly all, a sum with its own would keep no digit of the others.
+        # A sum with a nearly certain target would lose the digits of the others.
         kept = at_place * elsewhere
         rest = row_sums(p.scatter_(1, place, kept))
-        own = (at_place - kept).squeeze(1)
-        # log S of a sum that has 1 for the largest; own - largest is 0 if that is the target's.
-        log_total = (own - largest).add_(rest).div_(largest).log1p_()
+        target_exp = (at_place - kept).squeeze(1)
+        # log S relative to the largest exponential; the difference is 0 if the target's is largest.
+        log_total = (target_exp - largest).add_(rest).div_(largest).log1p_()
         target_logit = target_logit.masked_fill_(elsewhere, -torch.inf).squeeze(1)
         torch.sub(target_logit, log_total, out=out.logps[rows])
         peak = peak.squeeze(1)
         out.logsumexp[rows] = torch.where(peak == -torch.inf, peak, peak + log_total)
         if weighted is not None:
             assert out.entropy is not None
-            out.entropy[rows] = log_total - weighted / (rest + own)
+            out.entropy[rows] = log_total - weighted / (rest + target_exp)
         if exps is not None:
             assert out.total is not None
-            torch.add(rest, own, out=out.total[rows])
+            torch.add(rest, target_exp, out=out.total[rows])
             p.scatter_(1, place, at_place.where(elsewhere, -rest[:, None]))
             if chain is not None:
                 p.mul_(chain)
@@ -102,12 +102,12 @@ def _sum_of_products(p: Tensor, shifted: Tensor) -> Tensor:
     if p.device.type != "cpu":
         return (p * shifted.clamp(min=-1e4)).sum(1)
     dot = row_sums(shifted.mul_(p))
-    # On a CPU a look at the result is cheaper than one at every element, and no synchronisation.
+    # On a CPU, checking the sums is cheaper than masking every element, and does not synchronize.
     return dot if not dot.isnan().any() else row_sums(torch.where(p > 0, shifted, 0.0))
 
 
 def row_sums(x: Tensor) -> Tensor:
-    """The sum of each row; of one as of many, where torch would cut a single one among threads."""
+    """The sum of each row, the same bits for one row as for many, as torch splits a single row."""
     return x.sum(1) if len(x) > 1 else x.expand(2, -1).sum(1)[:1]
 
 
@@ -120,13 +120,12 @@ def logit_grads_(
 ) -> None:
     """Writes the gradient of the raw logits `[C, V]` to `out [C, V]`.
 
-    `out` may be `logits` itself. A target of -1 is none of the columns.
+    `out` may be `logits` itself. A target of -1 is in no column.
     """
     for rows in row_blocks(logits):
         local, block, target = transform.at(rows), logits[rows], out[rows]
         z = local.apply(block)
-        # Where nothing was transformed z is the logits themselves: work there only if they are
-        # also where the result goes.
+        # Without a transform z is the logits: overwrite them only if they are also `out`.
         if z.data_ptr() == block.data_ptr() and not _same_memory(target, block):
             z = z.clone()
         chain = local.softcap_slope(block)
@@ -135,13 +134,13 @@ def logit_grads_(
             d_logits = z.sub_(lse).exp_().mul_(-d_softmax)
         else:
             log_p = z.sub_(lse)
-            # p * log p is 0 where p is, and a logit of -inf must not make it NaN.
+            # p * log p is 0 where p is 0; a logit of -inf must not make it NaN.
             surprise = log_p.clamp(min=-1e4).add_(grads.entropy[rows, None])
             coef = surprise.mul_(grads.d_entropy[rows, None]).add_(d_softmax)
             d_logits = log_p.exp_().mul_(coef).neg_()
         place = targets[rows, None]
-        at_target = torch.where(place < 0, d_logits[:, :1], grads.at_target[rows, None])
-        d_logits.scatter_(1, place.clamp(min=0), at_target)
+        d_target = torch.where(place < 0, d_logits[:, :1], grads.d_target[rows, None])
+        d_logits.scatter_(1, place.clamp(min=0), d_target)
         if chain is not None:
             d_logits.mul_(chain)
         slope = local.logit_scale / local.per_row
@@ -152,21 +151,21 @@ def logit_grads_(
 
 
 def entry_dots(x: Tensor, rows: Tensor, entries: Entries, out: Tensor) -> None:
-    """Adds to `out [E]` the product of each entry's token's `x [N, K]` and its `rows [V, K]`.
+    """Adds to `out [E]` the dot product of each entry's row of `x [N, K]` and of `rows [V, K]`.
 
-    Float32 in any case.
+    Always in float32.
     """
     if x.device.type == "cpu" and x.dtype == rows.dtype == torch.float32:
         shape = (len(entries.offsets) - 1, len(rows))
         with warnings.catch_warnings():
-            # Once per process: that sparse CSR tensors are in beta.
+            # A warning that sparse CSR tensors are in beta.
             warnings.simplefilter("ignore")
             at = torch.sparse_csr_tensor(
                 entries.offsets, entries.ids, out, shape, device=out.device, check_invariants=False
             )
             out.copy_(torch.sparse.sampled_addmm(at, x, rows.t()).values())
         return
-    for part in _slices(len(entries), x.shape[1]):
+    for part in _cache_slices(len(entries), x.shape[1]):
         factors = x[entries.tokens[part]].float()
         out[part] += factors.mul_(rows[entries.ids[part]]).sum(1)
 
@@ -180,8 +179,8 @@ def segment_sums(
 ) -> Tensor:
     """Sums `factors[e] * rows[index[e]]` over e of each segment, `[S, K]` in `dtype`.
 
-    Segment s is `offsets[s] : offsets[s + 1]`; every e is in one. Each sum is taken in float32,
-    always in the same order, and rounded once. Rows whose factor is 0 are not read.
+    Segment s is `offsets[s] : offsets[s + 1]`; segments cover every e. Each sum is float32, always
+    in the same order, and rounded once. Rows whose factor is 0 are not read.
     """
     stored = factors != 0
     if not bool(stored.all()):
@@ -208,7 +207,7 @@ def _bags(factors: Tensor, index: Tensor, offsets: Tensor, rows: Tensor) -> Tens
 
 
 def _segment_slices(offsets: Tensor, step: int) -> Iterator[slice]:
-    """Cuts the segments into slices of about `step` entries and at most `step` segments."""
+    """Splits the segments into slices of about `step` entries and at most `step` segments."""
     count = len(offsets) - 1
     # A slice may begin at every step-th segment, and at the first behind every step-th entry.
     marks = torch.arange(0, int(offsets[-1]) if count else 0, step, device=offsets.device)
@@ -218,18 +217,18 @@ def _segment_slices(offsets: Tensor, step: int) -> Iterator[slice]:
         yield slice(begin, end)
 
 
-def _slices(count: int, width: int) -> Iterator[slice]:
+def _cache_slices(count: int, width: int) -> Iterator[slice]:
     step = max(1, CPU_BLOCK_BYTES // (4 * width))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
 def row_blocks(logits: Tensor, block_bytes: int | None = None) -> Iterator[slice]:
-    """Cuts rows of logits into blocks that stay in the cache from one sweep to the next."""
+    """Splits rows of logits into blocks that stay in the cache between sweeps."""
     if block_bytes is None:
         block_bytes = CPU_BLOCK_BYTES if logits.device.type == "cpu" else _GPU_BLOCK_BYTES
     count, step = len(logits), max(1, block_bytes // (4 * logits.shape[1]))
     while step > 2 and count % step == 1:
-        step -= 1  # a block of one row would be worked through in another way
+        step -= 1  # torch sums a block of one row in another order
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))

@@ -17,7 +17,7 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-# Functions, as each launch compares a kernel's global constants with what they were: 3 us each.
+# Functions, as each launch checks a kernel's global constants for changes: 3 us per constant.
 
 
 @triton.constexpr_function
@@ -34,7 +34,7 @@ def ln_2():
 
 @triton.constexpr_function
 def reach():
-    """From an anchor, to base 2: what e^60 becomes is far from overflow, summed over V as well."""
+    """The largest logit minus anchor, to base 2: e^60, summed over V, is far from overflow."""
     return 60.0 * 1.4426950408889634
 
 
@@ -53,7 +53,7 @@ def expm1(x):
 
 @triton.jit
 def log_sigmoid(x):
-    """-log(1 + e^-x), to its own digits where that is small."""
+    """-log(1 + e^-x), exact to rounding also where it is small."""
     t = tl.exp(-tl.abs(x))
     # log(1 + t) = 2 artanh(t / (2 + t)): near 1 the hardware's logarithm has no digits.
     s = t / (2.0 + t)
@@ -68,7 +68,7 @@ def device_of(x: Tensor) -> Any:
 
 
 def at_most(registers: int, like: Tensor) -> dict[str, int]:
-    """Options that limit a kernel's registers on NVIDIA's GPUs, so that more programs fit."""
+    """Options that limit a kernel's registers on NVIDIA GPUs, so that more programs fit."""
     other = like.device.type == "xpu" or torch.version.hip is not None
     return {} if other else {"maxnreg": registers}
 
@@ -76,7 +76,7 @@ def at_most(registers: int, like: Tensor) -> dict[str, int]:
 def build(num_warps: int, *, fused: bool = True) -> dict[str, Any]:
     """Options that build a kernel: its warps, and whether a product and a sum are one instruction.
 
-    If they are not, the default from Triton 3.10 on, a sweep takes up to a fifth more instructions.
-    If they are, a result's last bits depend on what else a variant of the kernel computes.
+    Not `fused`, the default from Triton 3.10 on, a sweep takes up to a fifth more instructions.
+    Fused, a result's last bits depend on the other results of a variant of the kernel.
     """
     return {"num_warps": num_warps, "enable_fp_fusion": fused}

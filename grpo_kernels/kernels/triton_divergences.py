@@ -1,7 +1,6 @@
 """The divergences of `divergences.py` as Triton functions, which kernels take as constants.
 
-A kernel compiled for one divergence holds its functions alone; Triton's cache knows them by their
-source. p, q and d are those of `divergences.py`.
+A kernel is compiled for one divergence. p, q and d are as in `divergences.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class DivergenceFunctions(NamedTuple):
 
     Attributes:
         addend: `(p, q, d, beta)`: the part of each entry in the divergence; not below 0, and exact
-            to the rounding where p and q are close.
+            to rounding where p and q are close.
         moment: `(p, q, d, mean, beta)`: `p (h - mean)`.
     """
 
@@ -31,7 +30,7 @@ class DivergenceFunctions(NamedTuple):
 
 @triton.constexpr_function
 def small():
-    """A |log(a/b)| below which a series has the digits."""
+    """The |log(a/b)| below which a series is exact to rounding."""
     return 0.3
 
 
@@ -50,7 +49,7 @@ def log1p(x):
 
 @triton.jit
 def kl_addend(a, b, x):
-    """`a log(a / b) + b - a`, x being the logarithm; b where a is 0."""
+    """`a log(a / b) + b - a`, with x the logarithm; b where a is 0."""
     far = tl.where(a == 0.0, 0.0, a * x) + (b - a)
     return tl.where(tl.abs(x) < small(), a * phi(x), far)
 
@@ -59,12 +58,9 @@ def kl_addend(a, b, x):
 def to_mixture(d, beta):
     """`log(p / m)` and `log(q / m)`."""
     above = d >= 0.0
-    # The larger of p and q first: of the other one the ratio to m may be 0.
+    # The larger of p and q first: the other's ratio to m may be 0.
     log_ratio = -log1p(tl.where(above, beta, 1.0 - beta) * expm1(-tl.abs(d)))
     return tl.where(above, log_ratio, log_ratio + d), tl.where(above, log_ratio - d, log_ratio)
-
-
-# The reverse KL
 
 
 @triton.jit
@@ -74,11 +70,8 @@ def _reverse_addend(p, q, d, beta):
 
 @triton.jit
 def _reverse_moment(p, q, d, mean, beta):
-    # The reference has no probability where the policy has: not inf - inf.
+    # d is inf where only the reference's probability is 0: avoids inf - inf.
     return tl.where(p == 0.0, 0.0, tl.where(d == float("inf"), d, p * (d - mean)))
-
-
-# The forward KL
 
 
 @triton.jit
@@ -91,9 +84,6 @@ def _forward_addend(p, q, d, beta):
 @triton.jit
 def _forward_moment(p, q, d, mean, beta):
     return tl.where(tl.abs(d) < small(), -p * (expm1(-d) + mean), p - q - p * mean)
-
-
-# The generalised Jensen-Shannon divergence
 
 
 @triton.jit
@@ -117,7 +107,7 @@ FUNCTIONS = {
 
 
 def functions_of(divergence: Divergence) -> DivergenceFunctions:
-    """Returns a divergence's functions; raises for one that has none."""
+    """Returns a divergence's functions; raises for a divergence without any."""
     if type(divergence) not in FUNCTIONS:
         known = ", ".join(x.__name__ for x in FUNCTIONS)
         raise TypeError(

@@ -1,8 +1,8 @@
 """Triton kernels over entries: pairs of a token and an id of its kept set, a row of W.
 
-`entry_dots` makes their logits; `segment_sums` makes dh (segments are tokens, rows those of W) and
-dW (segments are ids, the entries sorted by them, rows the states). Statistics and gradients of a
-token's logits are those of `base/segments.py`.
+`entry_dots` computes their logits; `segment_sums` computes dh (segments are tokens, rows are W) and
+dW (segments are ids, the entries sorted by id, rows are the states). `base/segments.py` computes
+statistics and gradients of a token's logits.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from . import Entries
 from .triton_common import Launch, build, device_of
 
-# Elements of a tile of gathered rows. Where rows are long, one of dots is as wide as a warp's
-# vectors, so that the warp sums an entry by itself; one of sums is wider than those of all warps: a
-# thread loads few ids, adds up columns of its own, and few programs meet an id without entries.
+# Elements of a tile of gathered rows. With long rows, a tile of dots is as wide as a warp's
+# vectors, so that a warp sums an entry. A tile of sums is wider than all warps' vectors: a thread
+# loads few ids and sums separate columns, and few programs meet an id without entries.
 DOTS_LAUNCH = Launch(2048, 4)
 SUMS_LAUNCH = Launch(4096, 4)
 _DOTS_COLUMNS, _SUMS_COLUMNS = 256, 2048
 # Rows of a tile where they are short.
 _MOST_DOTS, _MOST_SUMMED = 64, 32
-# Entries from cut to cut of a long segment.
+# Entries of a part of a long segment.
 PART = 128
 
 
@@ -31,11 +31,11 @@ PART = 128
 #
 #     z_e += x[token_e] . rows[id_e]
 #
-# Numerics: products and their sum in float32, in an order that the tile decides; terms of a head
-# are added one after another.
+# Numerics: products and their sum in float32, in the tile's order; a head's terms are added one
+# after another.
 #
-# Cost per element of a row: 6 instructions and, with half operands, 4 bytes read. The state's come
-# from a cache, mostly, as a token's entries are neighbours.
+# Cost per element of a row: 6 instructions and, with half operands, 4 bytes read, the state's
+# mostly from a cache, as a token's entries are neighbours.
 #
 # The number of entries, and pointers to one value per entry or token, are not specialized:
 # otherwise each new one would compile the kernel again, in the middle of training.
@@ -78,7 +78,7 @@ def _sum_of_entries(
         mask_e = offs_e < end
         factors = tl.load(factors_ptr + offs_e, mask=mask_e, other=0.0)
         index = tl.load(index_ptr + offs_e, mask=mask_e, other=0)
-        # Entries without a gradient, those of tokens of advantage 0 say, are not read.
+        # Entries without a gradient, such as a token's of advantage 0, are not read.
         rows = tl.load(
             rows_ptr + index[:, None] * stride_rows_m + offs_k[None, :],
             mask=(factors != 0.0)[:, None] & mask_k[None, :], other=0.0,
@@ -91,10 +91,10 @@ def _sum_of_entries(
 #
 #     y_s = sum_(e in s) f_e rows[index_e]
 #
-# Numerics: each sum has one owner, which takes it in float32 and always in the same order, and
-# rounds it once: no atomics, the same bits in every run. An id that most tokens keep has thousands
-# of entries, which one program would add up long after the others are done: segments of more than
-# 2 PART entries are left to the next two kernels.
+# Numerics: one program computes each sum, in float32 and always in the same order, and rounds it
+# once: no atomics, the same bits in every run. An id that most tokens keep has thousands of
+# entries, for which one program would take far longer than the others: the next two kernels sum
+# segments of more than 2 PART entries.
 #
 # Cost per element of an entry's row: 2 bytes read with a half operand, 5 instructions; a segment's
 # sum is written once. Rows whose factor is 0 are not read.
@@ -122,10 +122,10 @@ def segment_sums_kernel(
     tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_k)
 
 
-# Sums of the parts of long segments, a program per part and some columns. Part p is what a long
-# segment has around entry p * PART: up to the next multiple of PART, and from its begin where the
-# last multiple is another's. Between two multiples no long segment lies, so E / PART parts hold all
-# of them, and no size is read from the device.
+# Sums of the parts of long segments, a program per part and some columns. Part p is the piece
+# around entry p * PART of the segment that has this entry: up to the next multiple of PART, and
+# from the segment's begin if the multiple before is in another segment. No long segment fits
+# between two multiples, so E / PART parts cover all, and no size is read from the device.
 #
 # Numerics and cost: as in `segment_sums_kernel`; sums stay in float32, 4 bytes per column and part.
 @triton.jit(
@@ -155,9 +155,9 @@ def part_sums_kernel(
     tl.store(out_ptr + part * stride_out_p + offs_k, sums, mask=mask_k)
 
 
-# Sums of long segments from those of their parts, by the program of the first part, which owns the
-# sum. Numerics: float32, in the order of the parts, rounded once. Cost: 4 bytes read per column and
-# part; the programs of other parts end at once.
+# Sums of long segments from their parts' sums, by the program of the first part. Numerics: float32,
+# in the order of the parts, rounded once. Cost: 4 bytes read per column and part; the programs of
+# other parts end at once.
 @triton.jit(do_not_specialize_on_alignment=["offsets_ptr", "segments_ptr"])
 def sum_parts_kernel(
     offsets_ptr, segments_ptr, parts_ptr, out_ptr,
@@ -238,7 +238,7 @@ def _sum_long_segments(
     """Writes the sums of segments of more than 2 * PART entries to `out`."""
     K = rows.shape[1]
     cuts = torch.arange(0, len(factors), PART, device=offsets.device)
-    # The first to end behind the entry: the one that has it.
+    # The first segment that ends behind the entry has it.
     segments = torch.searchsorted(offsets[1:], cuts, right=True)
     parts = rows.new_empty((len(cuts), K), dtype=torch.float32)
     block_m, block_k, num_warps = _sums_tile(SUMS_LAUNCH, K, _SUMS_COLUMNS // 2)

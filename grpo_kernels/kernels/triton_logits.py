@@ -1,11 +1,10 @@
 """Triton kernels over rows of logits `[C, V]`: statistics, exponentials, gradients.
 
-One program owns one row of the chunk and sweeps it: whole blocks without a mask, so that they load
-and store vectors whatever V is divisible by, then the rest. Raw logits u_j become
-z_j = softcap(logit_scale * u_j) / T on the way in, so that nothing but the chunk itself is read
-from memory; differences of z are taken in units of ln 2, as the hardware has exp2. Where u_j is
--inf, so is z_j, under a softcap, too, which has a slope of 0 there: the entry is banned. A target
-of -1 is none of the columns.
+One program sweeps one row of the chunk: full blocks without a mask, so that they load and store
+vectors whatever V is divisible by, then the rest. Raw logits u_j become
+z_j = softcap(logit_scale * u_j) / T in registers; differences of z are in units of ln 2, as the
+hardware has exp2. Where u_j is -inf, so is z_j, also under a softcap, whose slope is 0 there: the
+entry is banned. A target of -1 is in no column.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from torch import Tensor
 from . import LogitTransform, RowGrads, TokenStats
 from .triton_common import Launch, at_most, build, device_of, ln_2, log2_e, log_sigmoid, reach
 
-# The largest that spills in no loop and still fills the SMs of NVIDIA's GPUs with warps
+# The largest block that spills in no loop and still fills the SMs of NVIDIA GPUs with warps
 # (`benchmarks.compile_report`); `benchmarks.gpu_day` times others.
 ROW_LAUNCH = Launch(2048, 8)
 REGISTERS = 48
-# What a dtype to which steps are rounded adds to `STEPS`.
+# The flag in `STEPS` of a dtype to which steps are rounded.
 _ROUNDED = {None: 0, torch.bfloat16: 2, torch.float16: 4}
 
 # Pointers to one value per row are not specialized: otherwise each new first row would compile the
@@ -34,23 +33,23 @@ per_row = triton.jit(
     do_not_specialize_on_alignment=[
         f"{name}_ptr"
         for name in ("targets", "temperature", "logps", "logsumexp", "entropy", "total",
-                     "at_target", "d_softmax", "d_entropy")
+                     "d_target", "d_softmax", "d_entropy")
     ],
 )  # fmt: skip
 
 
 @triton.jit
 def _scale(logit_scale, temperature, STEPS: tl.constexpr):
-    """The factor from `_load_logits` to logits; differences of these then go to units of ln 2."""
+    """The factor from the values of `_load_logits` to logits."""
     factor = 1.0 / temperature
     return factor if STEPS != 0 else factor * logit_scale
 
 
 @triton.jit
 def _rounded(x, STEPS: tl.constexpr):
-    """Float32 values as those of the dtype that each step is rounded to."""
+    """Float32 values rounded to the dtype of each step."""
     if STEPS // 2 == 1:
-        # On integers, as the interpreter cuts bits off; the sum would make a number of some NaNs.
+        # On integers, as the interpreter truncates; the sum would turn some NaNs into numbers.
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000
         x = tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
@@ -61,14 +60,14 @@ def _rounded(x, STEPS: tl.constexpr):
 
 @triton.jit
 def _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS: tl.constexpr):
-    """A block of one row's logits, to be multiplied by `_scale`, and the softcap's slope.
+    """A block of one row's logits before `_scale`, and the softcap's slope.
 
-    `STEPS`: 1 with a softcap, and 2 or 4 more where each step is rounded to bf16 or fp16.
+    `STEPS`: 1 with a softcap, plus 2 or 4 if each step is rounded to bf16 or fp16.
     """
     u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
     slope = 1.0
     if STEPS % 2:
-        # Through e^(-2 |x|), which every backend has: 1 - tanh^2 has no digits where tanh is flat.
+        # From e^(-2 |x|), which every target has: 1 - tanh^2 cancels where tanh is flat.
         x = u * (logit_scale / softcap)
         e = tl.exp(-2.0 * tl.abs(x))
         part = 1.0 / (1.0 + e)
@@ -79,8 +78,8 @@ def _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS: tl.conste
             part = 1.0 / (1.0 + e)
         tanh = _rounded((1.0 - e) * part, STEPS)
         capped = _rounded(softcap * tl.where(x < 0.0, -tanh, tanh), STEPS)
-        # -inf where u is, and above any softcap elsewhere, as the largest float is added; a choice
-        # takes more registers.
+        # u + the largest float is -inf where u is, else above any softcap; `where` takes more
+        # registers.
         u = tl.minimum(capped, u + 3.4028234663852886e38)
         slope = tl.where(u == float("-inf"), 0.0, slope)
     elif STEPS > 1:
@@ -93,21 +92,21 @@ def _anchor(
     row_ptr, target_logit, last, logit_scale, softcap,
     STEPS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The largest of the target's logit and those before `last`, before `_scale`."""
+    """The largest of the target's logit and the first `last` logits, before `_scale`."""
     # Not in units of ln 2, in which the largest numbers are infinite.
     peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-    whole = last // BLOCK_V * BLOCK_V
-    for start in range(0, whole, BLOCK_V):
+    full = last // BLOCK_V * BLOCK_V
+    for start in range(0, full, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         u, _ = _load_logits(row_ptr, offs_v, True, logit_scale, softcap, STEPS)
         peaks = tl.maximum(peaks, u)
-    for start in range(whole, last, BLOCK_V):
+    for start in range(full, last, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         mask_v = offs_v < last
         u, _ = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS)
         peaks = tl.maximum(peaks, tl.where(mask_v, u, float("-inf")))
     peak = tl.maximum(target_logit, tl.max(peaks, axis=0))
-    # Nothing but -inf so far: -inf - -inf is NaN.
+    # All are -inf so far: -inf - -inf is NaN.
     return tl.where(peak == float("-inf"), 0.0, peak)
 
 
@@ -120,20 +119,20 @@ def _add_block(
 ):  # fmt: skip
     """Adds a block to each lane's sum of exponentials, weighted sum and maximum.
 
-    The first sum leaves out the target, which no `WHOLE` block has, nor columns past V.
+    The first sum excludes the target. A `WHOLE` block has neither the target nor columns past V.
     """
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
     u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS)
-    # In this order: a product of large logits would lose what is below its ulp.
+    # The difference first: a product of large logits would round away small differences.
     shifted = (u - anchor) * to_log2
     if not WHOLE:
-        # Columns past V are no part of the vocabulary: -inf, where 0 would be a logit.
+        # Columns past V are outside of the vocabulary: -inf, as 0 would be a logit.
         shifted = tl.where(mask_v, shifted, float("-inf"))
     exps = tl.exp2(shifted)
     rest += exps if WHOLE else tl.where(offs_v == target, 0.0, exps)
     if HAS_ENTROPY:
-        # p * log p is 0 where p is, and -inf must not make it NaN.
+        # p * log p is 0 where p is 0; -inf must not make it NaN.
         weighted += exps * tl.maximum(shifted, -1e4, propagate_nan=tl.PropagateNan.ALL)
     peak = tl.maximum(peak, shifted)
     if KEEPS_EXPS:
@@ -146,10 +145,10 @@ def _add_block(
 def _sum(x, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr):
     """The sum over a block; invariant: neighbours first, then neighbouring pairs, and so on.
 
-    Otherwise the order is that of the layout, which follows the dtypes that the kernel stores.
+    Otherwise the layout decides the order, which depends on the dtypes that the kernel stores.
     """
     if INVARIANT:
-        # As many halvings as a block can take; those of one element do nothing.
+        # As many halvings as the largest block takes; with one element they do nothing.
         for step in tl.static_range(14):
             if BLOCK_V >> step > 1:
                 x = tl.sum(tl.reshape(x, (BLOCK_V >> (step + 1), 2)), axis=1)
@@ -162,16 +161,16 @@ def _sum(x, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr):
 #     l  = -log(1 + S' / e^(z_y - a)),   E = log S - (sum_j e^(z_j - a) (z_j - a)) / S
 #     X_j = e^(z_j - a) * slope_j,   X_y = -S' * slope_y,   slope = 1 - tanh^2 of the softcap
 #
-# X is the gradient of the raw logits by l, but for a factor per row (`row_factors`).
+# X is the gradient of l by the raw logits, up to a factor per row (`row_factors`).
 #
-# Numerics: beside a target that has nearly all, neither S nor z_y - lse has digits of the others.
-# The sum without it does: l and 1 - p = -expm1(l) are right to 2e-5 at any margin, with a GPU's
-# approximations at their bound. The target's block comes last, with the rest, so that no other one
-# looks for it. Any anchor will do that is not far below the row's maximum: the larger of the
-# target's logit and the first block's. Sums are kept per lane and reduced once, after the loop,
-# together with the maximum; where that is out of the anchor's reach, the program sweeps its row
-# again with the maximum itself. An INVARIANT launch takes the maximum at once, and sums in an order
-# that no layout changes.
+# Numerics: with a nearly certain target, neither S nor z_y - lse has digits of the others. The sum
+# without the target has: l and 1 - p = -expm1(l) are right to 2e-5 at any margin, with a GPU's
+# approximations at their bound. The target's block comes last, with the rest, so that other blocks
+# need not look for it. Any anchor not far below the row's maximum works: the larger of the target's
+# logit and the first block's maximum. Sums are per lane and reduced once, after the loop, together
+# with the maximum. If the maximum is out of the anchor's reach, the program sweeps its row again
+# with the maximum as anchor. An INVARIANT launch does so at once, and sums in an order that does
+# not depend on the layout.
 #
 # Cost per logit: 4 bytes read, once (twice if INVARIANT), and 2 or 4 stored with KEEPS_EXPS;
 # 9 or 10 instructions on sm_90, 14 in the last two blocks.
@@ -202,10 +201,10 @@ def token_stats_kernel(
         logit_scale, softcap, STEPS, BLOCK_V,
     )  # fmt: skip
 
-    whole = V // BLOCK_V * BLOCK_V
-    # Where the target's block begins, if that is a whole one: the last of these takes its turn.
-    own = tl.where(here & (target < whole), target // BLOCK_V * BLOCK_V, whole)
-    others = tl.where(own < whole, whole - BLOCK_V, whole)
+    full = V // BLOCK_V * BLOCK_V
+    # The begin of the target's block if that is a full block: the last full block takes its turn.
+    target_start = tl.where(here & (target < full), target // BLOCK_V * BLOCK_V, full)
+    others = tl.where(target_start < full, full - BLOCK_V, full)
     rest = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
     out_of_reach = True
@@ -214,16 +213,16 @@ def token_stats_kernel(
         weights = tl.zeros((BLOCK_V,), tl.float32)
         peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
         for i in range(0, others, BLOCK_V):
-            start = tl.where(i == own, others, i)
+            start = tl.where(i == target_start, others, i)
             rests, weights, peaks = _add_block(
                 rests, weights, peaks, row_ptr, exps_row_ptr, start, V, target, anchor,
                 logit_scale, softcap, to_log2,
                 STEPS, HAS_ENTROPY, KEEPS_EXPS, True, BLOCK_V,
             )  # fmt: skip
-        # A loop of at most two turns: the addresses of an `if` would be computed before the sweeps,
-        # and be held in 40 registers.
+        # A loop of at most two turns: the addresses of an `if` would take 40 registers during the
+        # sweeps.
         for i in range(others, V, BLOCK_V):
-            start = tl.where(i < whole, own, i)
+            start = tl.where(i < full, target_start, i)
             rests, weights, peaks = _add_block(
                 rests, weights, peaks, row_ptr, exps_row_ptr, start, V, target, anchor,
                 logit_scale, softcap, to_log2,
@@ -250,10 +249,10 @@ def token_stats_kernel(
     if KEEPS_EXPS:
         tl.store(total_ptr + row, total)
         # A row without a distribution is NaN.
-        at_target = tl.where(total > 0.0, -rest, logp) * target_slope
-        # After the block that holds it, which another thread stored.
+        d_target = tl.where(total > 0.0, -rest, logp) * target_slope
+        # After its block, which another thread stored.
         tl.debug_barrier()
-        tl.store(exps_row_ptr + target, at_target.to(exps_ptr.dtype.element_ty), mask=here)
+        tl.store(exps_row_ptr + target, d_target.to(exps_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -264,14 +263,14 @@ def _store_logit_grads(
 ):  # fmt: skip
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
-    target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale = row_grads
+    target, logsumexp, d_softmax, d_target, entropy, d_entropy, scale = row_grads
     u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, STEPS)
     log_p = (u * scale - logsumexp) * log2_e()
     p = tl.exp2(log_p)
     coef = d_softmax
     if HAS_ENTROPY:
         coef = d_softmax + d_entropy * (tl.where(p == 0.0, 0.0, log_p) + entropy)
-    d_logits = tl.where(offs_v == target, at_target, -p * coef) * slope
+    d_logits = tl.where(offs_v == target, d_target, -p * coef) * slope
     tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
 
 
@@ -280,14 +279,14 @@ def _store_logit_grads(
 #     dL/dz_j = d_logps * 1[j = y] - p_j * (d_softmax + d_entropy * (z_j - lse + E))
 #     dL/du_j = dL/dz_j * (1 - tanh^2) * logit_scale / T
 #
-# Numerics: p = e^(z - lse) is off by an ulp of the logits, at the target as well. The target's
-# entry, in which 1 and p_y would cancel, comes as one number from -expm1(l): `RowGrads.of`.
+# Numerics: p = e^(z - lse) is off by an ulp of the logits. The target's entry, where 1 and p_y
+# would cancel, is one number from -expm1(l): `RowGrads.of`.
 #
 # Cost per logit: 4 bytes read and 2 or 4 stored, once; 11 instructions on sm_90, 12 with d_entropy.
 @per_row
 def logit_grads_kernel(
     logits_ptr, targets_ptr, temperature_ptr,
-    logsumexp_ptr, d_softmax_ptr, at_target_ptr, entropy_ptr, d_entropy_ptr,
+    logsumexp_ptr, d_softmax_ptr, d_target_ptr, entropy_ptr, d_entropy_ptr,
     out_ptr,
     V,
     stride_logits_n, stride_out_n,
@@ -305,38 +304,38 @@ def logit_grads_kernel(
     target = tl.load(targets_ptr + row)
     logsumexp = tl.load(logsumexp_ptr + row)
     d_softmax = slope * tl.load(d_softmax_ptr + row)
-    at_target = slope * tl.load(at_target_ptr + row)
+    d_target = slope * tl.load(d_target_ptr + row)
     entropy, d_entropy = 0.0, 0.0
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + row) * log2_e()
         d_entropy = tl.load(d_entropy_ptr + row) * slope * ln_2()
-    row_grads = (target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale)
-    whole = V // BLOCK_V * BLOCK_V
-    for start in range(0, whole, BLOCK_V):
+    row_grads = (target, logsumexp, d_softmax, d_target, entropy, d_entropy, scale)
+    full = V // BLOCK_V * BLOCK_V
+    for start in range(0, full, BLOCK_V):
         _store_logit_grads(
             row_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
             STEPS, HAS_ENTROPY, True, BLOCK_V,
         )  # fmt: skip
-    if whole < V:
+    if full < V:
         _store_logit_grads(
-            row_ptr, out_row_ptr, whole, V, row_grads, logit_scale, softcap,
+            row_ptr, out_row_ptr, full, V, row_grads, logit_scale, softcap,
             STEPS, HAS_ENTROPY, False, BLOCK_V,
         )  # fmt: skip
 
 
 @functools.cache
 def block_of(launch: Launch, V: int) -> dict[str, Any]:
-    """Columns that a program takes at a time, and how its kernel is built.
+    """Columns that a program takes at a time, and options that build its kernel.
 
-    No more threads than columns, with warps of 64 as on AMD: a column that several threads hold
-    would be read by one of them while another one overwrites it.
+    No more threads than columns, with warps of 64 as on AMD: of several threads with one column,
+    one would read it while another overwrites it.
     """
     block_v = min(launch.block, max(128, triton.next_power_of_2(V)))
     return {"BLOCK_V": block_v, **build(min(launch.num_warps, block_v // 64))}
 
 
 def temperature_pointer(transform: LogitTransform, unused: Tensor) -> Tensor:
-    """The temperatures of the rows; `unused` where there is one for all."""
+    """The temperatures of the rows; `unused` if all rows share one."""
     return transform.temperature if isinstance(transform.temperature, Tensor) else unused
 
 
@@ -361,9 +360,9 @@ def transform_flags(transform: LogitTransform) -> dict[str, int]:
 
 
 def gradient_pointers(grads: RowGrads, unused: Tensor) -> tuple[Tensor, ...]:
-    """Per-row pointers in the kernels' order; the entropy's only where it has a gradient."""
+    """Per-row pointers in the kernels' order; the entropy's only if it has a gradient."""
     entropies = (grads.entropy, grads.d_entropy) if grads.d_entropy is not None else (None, None)
-    per_row = (grads.logsumexp, grads.d_softmax, grads.at_target, *entropies)
+    per_row = (grads.logsumexp, grads.d_softmax, grads.d_target, *entropies)
     return tuple(unused if x is None else x for x in per_row)
 
 
@@ -387,7 +386,7 @@ def token_stats(
         pointers = (unused if x is None else x for x in out)
         stored = logits if exps is None else exps
         flags = transform_flags(transform)
-        # Five programs per multiprocessor, not four: an A100 then takes a strip at once.
+        # Five programs per multiprocessor, not four: an A100 then sweeps a strip in one wave.
         plain = exps is not None and flags["STEPS"] == 0
         room = at_most(REGISTERS, logits) if plain else {}
         with device_of(logits):
@@ -399,7 +398,7 @@ def token_stats(
                 *transform_scalars(transform),
                 **flags,
                 HAS_ENTROPY=entropy, KEEPS_EXPS=exps is not None,
-                # In place there are no logits left to sweep from another anchor.
+                # In place the logits are overwritten before another anchor could be used.
                 INVARIANT=in_place or invariant,
                 **block_of(launch, V), **room,
             )  # fmt: skip

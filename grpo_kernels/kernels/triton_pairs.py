@@ -1,12 +1,12 @@
 """Triton kernels that read two models' logits of the same tokens, one program per row.
 
-They compute what `pairs.py` does, with the functions of `triton_divergences.py`: statistics of both
-rows, then the divergence and the mean of h, then the gradient. The last two make d alike, so that
-its rounding error is the same in h and in its mean: where a row has one likely id, the gradient is
-the small difference of these two.
+The same functions as in `pairs.py`, with the formulas of `triton_divergences.py`: statistics of
+both rows, then the divergence and the mean of h, then the gradient. The last two compute d in the
+same way, so that its rounding error is the same in h and in its mean: where a row has one likely
+id, the gradient is the small difference of these two.
 
-In the kernels a `model` is `(row_ptr, logit_scale, softcap, scale)`, and its `sums` are, per lane,
-of e^x, of e^x x, and the largest x: logits less the row's anchor, to base 2.
+In the kernels a `model` is `(row_ptr, logit_scale, softcap, scale)`. Its `sums` are, per lane, of
+e^x and of e^x x, and the largest x, with x the logits minus the row's anchor, to base 2.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ per_row = triton.jit(
     do_not_specialize_on_alignment=[
         f"{name}_ptr"
         for name in ("targets", "temperature", "ref_temperature", "stats", "logsumexp",
-                     "at_target", "d_softmax", "entropy", "d_entropy", "d_divergence")
+                     "d_target", "d_softmax", "entropy", "d_entropy", "d_divergence")
     ],
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ def _row_of(
     row, logits_ptr, stride_n, logit_scale, softcap, temperature, temperature_ptr,
     STEPS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
-    """A model's row: its logits, and what `_load` takes."""
+    """A model's row, as `_load` takes it."""
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
     scale = _scale(logit_scale, temperature, STEPS)
@@ -67,7 +67,7 @@ def _load(model, offs_v, mask_v, STEPS: tl.constexpr):
 
 @triton.jit
 def _load_target(model, target, STEPS: tl.constexpr):
-    """The target's logit before `_scale`, -inf where it is none of the columns."""
+    """The target's logit before `_scale`, -inf for a target of -1."""
     logit, _ = _load(model, target, target >= 0, STEPS)
     return tl.where(target >= 0, logit, float("-inf"))
 
@@ -83,16 +83,16 @@ def _log_ratio(u, t, model, ref_model, shift):
     """The d of two logits before `_scale`."""
     _, _, _, scale = model
     _, _, _, ref_scale = ref_model
-    # Not u * scale - t * ref_scale: of models that are close it has lost what the products have
-    # rounded away. Scales are compared, as a fused difference of equal products is their rounding.
+    # u * scale - t * ref_scale would lose digits between close models. Equal scales are a separate
+    # case, as a fused difference of equal products is their rounding error.
     gap = tl.where(scale == ref_scale, 0.0, scale - ref_scale)
-    # A t of -inf is infinite in the first term already.
+    # A t of -inf makes the first term infinite already.
     return ((u - t) * scale + tl.maximum(t, -1e30) * gap) - shift
 
 
 @triton.jit
 def _to_log2(u, anchor, model, mask_v):
-    """Logits less the anchor, to base 2; -inf where they are masked."""
+    """Logits minus the anchor, to base 2; -inf where they are masked."""
     _, _, _, scale = model
     return tl.where(mask_v, (u - anchor) * (scale * log2_e()), float("-inf"))
 
@@ -132,7 +132,7 @@ def _add_pair(
 
 @triton.jit
 def _is_far(peak):
-    """True for a largest logit out of its anchor's reach."""
+    """True if the largest logit is out of its anchor's reach."""
     return (peak > reach()) | ((peak < -reach()) & (peak > float("-inf")))
 
 
@@ -155,9 +155,9 @@ def _store_softmax(
 #     S = sum 2^x,   lse = anchor scale + log S,   E = log S - ln 2 (sum 2^x x) / S
 #
 # and shift = lse - lse'.
-# Numerics: the anchor is subtracted before a product could round what is below a large logit's ulp,
-# and the shift comes from anchors and sums, not from the rounded lse. A row whose largest logit is
-# out of its anchor's reach is swept again from the largest.
+# Numerics: the anchor is subtracted before the product with the scale, which would round away small
+# differences of large logits. The shift comes from anchors and sums, not from the rounded lse. A
+# row whose largest logit is out of its anchor's reach is swept again with the largest as anchor.
 # Cost: one sweep, 8 bytes read per pair of logits; an `INVARIANT` launch reads each row twice.
 @per_row
 def pair_stats_kernel(
@@ -186,7 +186,7 @@ def pair_stats_kernel(
     anchor = _anchor_of(model, target_logit, last, STEPS, BLOCK_V)
     ref_anchor = _anchor_of(ref_model, ref_target_logit, last, REF_STEPS, BLOCK_V)
 
-    whole = V // BLOCK_V * BLOCK_V
+    full = V // BLOCK_V * BLOCK_V
     total = tl.zeros((), tl.float32)
     ref_total = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
@@ -200,12 +200,12 @@ def pair_stats_kernel(
             _no_sums(BLOCK_V), _no_sums(BLOCK_V),
             tl.full((BLOCK_V,), float("-inf"), tl.float32),
         )  # fmt: skip
-        for start in range(0, whole, BLOCK_V):
+        for start in range(0, full, BLOCK_V):
             state = _add_pair(
                 state, start, V, model, ref_model, anchor, ref_anchor,
                 STEPS, REF_STEPS, True, BLOCK_V,
             )  # fmt: skip
-        for start in range(whole, V, BLOCK_V):
+        for start in range(full, V, BLOCK_V):
             state = _add_pair(
                 state, start, V, model, ref_model, anchor, ref_anchor,
                 STEPS, REF_STEPS, False, BLOCK_V,
@@ -246,7 +246,7 @@ def _softmaxes(
     start, V, model, ref_model, row_stats,
     STEPS: tl.constexpr, REF_STEPS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A block's p, q and d of whole rows, the log of p, and the softcap's slope."""
+    """A block's p, q and d, the log of p, and the softcap's slope."""
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = offs_v < V
     anchor, ref_anchor, log_total, ref_log_total, shift = row_stats
@@ -260,7 +260,7 @@ def _softmaxes(
 
 @triton.jit
 def _row_stats(stats_ptr, stride_stats, model, ref_model):
-    """Both anchors, log2 of both sums, the shift: p, q and d of a row are made with these."""
+    """Both anchors, log2 of both sums, and the shift, for p, q and d of the row."""
     shift = tl.load(stats_ptr + 6 * stride_stats)
     anchor = tl.load(stats_ptr + 12 * stride_stats)
     ref_anchor = tl.load(stats_ptr + 13 * stride_stats)
@@ -269,8 +269,8 @@ def _row_stats(stats_ptr, stride_stats, model, ref_model):
     return anchor, ref_anchor, log_total, log_total - sums_offset * log2_e(), shift
 
 
-# The divergence L = sum addend(p, q, d) and the mean of h, sum p h, by the statistics of both rows.
-# Numerics: addends are not below 0 and exact to their rounding, so that close models keep digits.
+# The divergence L = sum addend(p, q, d) and the mean of h, sum p h, from both rows' statistics.
+# Numerics: addends are not below 0 and exact to rounding, so that close models keep digits.
 # Cost: one sweep, 8 bytes read per pair of logits.
 @per_row
 def divergences_kernel(
@@ -305,7 +305,7 @@ def divergences_kernel(
 # The gradient of the policy's raw logits, with c = d_divergence scale and the target y:
 #
 #     dL/dz_j = c p_j (h_j - mean) - p_j (d_softmax + d_entropy (log p_j + E)),   j != y
-#     dL/dz_y = c p_y (h_y - mean) + at_target
+#     dL/dz_y = c p_y (h_y - mean) + d_target
 #     dL/du_j = dL/dz_j softcap'(u_j) logit_scale / T
 #
 # Numerics: d is computed as in `divergences_kernel`, whose mean has the same rounding error.
@@ -313,7 +313,7 @@ def divergences_kernel(
 @per_row
 def pair_grads_kernel(
     logits_ptr, ref_logits_ptr, targets_ptr, temperature_ptr, ref_temperature_ptr, stats_ptr,
-    logsumexp_ptr, d_softmax_ptr, at_target_ptr, entropy_ptr, d_entropy_ptr, d_divergence_ptr,
+    logsumexp_ptr, d_softmax_ptr, d_target_ptr, entropy_ptr, d_entropy_ptr, d_divergence_ptr,
     out_ptr,
     V,
     stride_logits_n, stride_ref_n, stride_stats, stride_out_n,
@@ -337,12 +337,12 @@ def pair_grads_kernel(
     chain = model[3] * logit_scale if STEPS != 0 else model[3]
     row_stats = _row_stats(stats_ptr + row, stride_stats, model, ref_model)
     mean = tl.load(stats_ptr + row + 8 * stride_stats)
-    d_slopes = chain * tl.load(d_divergence_ptr + row) * slope_scale
-    target, d_softmax, at_target, entropy, d_entropy = -1, 0.0, 0.0, 0.0, 0.0
+    h_scale = chain * tl.load(d_divergence_ptr + row) * slope_scale
+    target, d_softmax, d_target, entropy, d_entropy = -1, 0.0, 0.0, 0.0, 0.0
     if HAS_GRADS:
         target = tl.load(targets_ptr + row)
         d_softmax = chain * tl.load(d_softmax_ptr + row)
-        at_target = chain * tl.load(at_target_ptr + row)
+        d_target = chain * tl.load(d_target_ptr + row)
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + row) * log2_e()
         d_entropy = tl.load(d_entropy_ptr + row) * chain * ln_2()
@@ -350,13 +350,13 @@ def pair_grads_kernel(
         p, q, d, log_p, softcap_slope = _softmaxes(
             start, V, model, ref_model, row_stats, STEPS, REF_STEPS, BLOCK_V
         )
-        d_logits = d_slopes * MOMENT(p, q, d, mean, beta)
+        d_logits = h_scale * MOMENT(p, q, d, mean, beta)
         offs_v = start + tl.arange(0, BLOCK_V)
         if HAS_GRADS:
             coef = d_softmax
             if HAS_ENTROPY:
                 coef = d_softmax + d_entropy * (tl.where(p == 0.0, 0.0, log_p) + entropy)
-            d_logits += tl.where(offs_v == target, at_target, -p * coef)
+            d_logits += tl.where(offs_v == target, d_target, -p * coef)
         d_logits = d_logits * softcap_slope
         tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=offs_v < V)
 
@@ -398,7 +398,7 @@ def pair_stats(
 
 
 def set_anchors(stats: PairStats) -> None:
-    """Sets what is relative to the anchors, 0 for statistics that were merged from ranks'."""
+    """Sets the anchors to 0, and `log_total` relative to them, after a merge of several ranks'."""
     stats.anchor.zero_()
     stats.ref_anchor.zero_()
     stats.log_total.copy_(stats.logsumexp * (1 / math.log(2)))

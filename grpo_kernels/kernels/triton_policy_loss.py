@@ -1,15 +1,13 @@
 """Triton kernel for the policy loss of token-local objectives: value and gradient in one sweep.
 
-The formulas are those of `loss/losses.py` and `loss/objective.py`, with their derivatives by hand:
+The formulas of `loss/losses.py` and `loss/objective.py`, with derivatives by hand:
 
     loss = sum_i w_i (s_i x_i + beta KL_i) - entropy_coef / count * sum_i E_i
     dl_i = w_i (s_i dx_i/dl_i + beta dKL_i/dl_i),    dE_i = -entropy_coef / count
 
-Weights w, scales s and all bounds come in as tensors and numbers.
-
-Numerics: a ratio ends at e^80; e^d - 1 - d of k3 is a series near 0; minima keep NaN; the sum does
-not depend on the order in which programs run. Cost: one launch; a token takes 4 bytes read of each
-tensor, 4 written for each gradient, and a program 4 for its part of the sum.
+Numerics: a ratio is at most e^80; e^d - 1 - d of k3 is a series near 0; minima keep NaN; the sum
+does not depend on the order in which programs run. Cost: one launch; per token 4 bytes read of each
+tensor and 4 written for each gradient, per program 4 for its part of the sum.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from . import PolicyLossResult
 from .triton_common import Launch, build, device_of, expm1, expm1_minus
 
 TOKEN_LAUNCH = Launch(256, 4)
-# Beyond any ratio, which ends at e^80, and no infinity, which times an advantage of 0 is NaN.
+# Above any ratio (at most e^80), but finite: infinity times an advantage of 0 is NaN.
 _UNBOUNDED = 1e35
 
 
 @triton.jit
 def _min(x, y):
-    # NaN if either is, as in torch: the hardware's own minimum would hide it.
+    # NaN if either is, as in torch: the hardware's minimum would hide it.
     return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -46,7 +44,7 @@ def _clamp(x, low, high):
 def _kl(d, flows, ESTIMATOR: tl.constexpr, HAS_RATIO: tl.constexpr):
     """The estimate of a token's KL from d = ref_logps - logps, and its derivative dKL/dl.
 
-    With a ratio r the derivative is d(r KL)/dl over r: KL + dKL/dl where `flows`, dr/dl being r.
+    With a ratio r the derivative is d(r KL)/dl / r: KL + dKL/dl where `flows`, with dr/dl = r.
     """
     if ESTIMATOR == "k1":
         kl, slope = -d, tl.full(d.shape, 1.0, tl.float32)
@@ -56,7 +54,7 @@ def _kl(d, flows, ESTIMATOR: tl.constexpr, HAS_RATIO: tl.constexpr):
         kl, slope = expm1_minus(d), -expm1(d)
     if HAS_RATIO:
         if ESTIMATOR == "k3":
-            # -d is what the terms e^d of kl + slope leave; their sum would lose every digit of it.
+            # The terms e^d of kl + slope cancel to -d; their sum would lose all digits.
             slope = tl.where(flows, -d, slope)
         else:
             slope += tl.where(flows, kl, 0.0)
@@ -72,7 +70,7 @@ def _surrogate(
         bounded = _min(ratio, ratio_max) * advantages
         clipped = _clamp(ratio, low, high) * advantages
         loss = -_min(bounded, clipped)
-        # The branch the minimum takes decides which bound cuts the gradient off.
+        # The branch of the minimum decides which bound cuts the gradient off.
         within = (ratio >= low) & (ratio <= high)
         flows = flows & tl.where(bounded <= clipped, ratio <= ratio_max, within)
         cap = -dual_clip * advantages
@@ -110,7 +108,7 @@ def policy_loss_kernel(
     mask_n = inside
     if HAS_MASK:
         mask_n = inside & (tl.load(mask_ptr + offs_n, mask=inside, other=0) != 0)
-    # Masked tokens are never read: whatever they hold, NaN included, stays out.
+    # Masked tokens are never read: they may hold anything, NaN included.
     logps = tl.load(logps_ptr + offs_n, mask=mask_n, other=0.0)
     advantages = tl.load(advantages_ptr + offs_n, mask=mask_n, other=0.0)
     weights = tl.load(weights_ptr + offs_n, mask=mask_n, other=0.0)
@@ -118,7 +116,7 @@ def policy_loss_kernel(
     if HAS_OLD:
         old_logps = tl.load(old_logps_ptr + offs_n, mask=mask_n, other=0.0)
 
-    # Above e^80 a ratio is worth its bound, and finite.
+    # The ratio is at most e^80, and finite.
     log_ratio = logps - old_logps
     flows = log_ratio <= 80.0
     ratio = tl.exp(_min(log_ratio, 80.0))
@@ -146,8 +144,7 @@ def policy_loss_kernel(
             tl.store(d_entropy_ptr + offs_n, tl.where(mask_n, d_entropy, 0.0), mask=inside)
     if HAS_GRAD:
         tl.store(d_logps_ptr + offs_n, weights * d_logps, mask=inside)
-    # One partial sum per program, added up outside: the result does not depend on the order in
-    # which programs run.
+    # One partial sum per program, summed by torch, independent of the order in which programs run.
     tl.store(partials_ptr + block, tl.sum(loss, axis=0))
 
 
@@ -176,12 +173,12 @@ def policy_loss(
 ) -> PolicyLossResult:
     """The loss over `logps [C]` and `entropy [C]`, with its gradients if `grad`.
 
-    Tensors are float32 `[C]`, but for `mask`, bool `[C]`, and `count`, 0-d, which divides the
+    Tensors are float32 `[C]`, except `mask`, bool `[C]`, and `count`, 0-d, which divides the
     entropy bonus. Masked tokens are not read. `scale` multiplies the surrogate, `kl_ratio` the KL
-    by the ratio. Surrogates of a ratio r and an advantage A, `low` and `high` being of the first:
+    by the ratio. Surrogates of a ratio r and an advantage A (`low` and `high` are for "clip"):
 
         "clip"     -min(min(r, ratio_max) A, clip(r, low, high) A), at most dual_clip |A| if A < 0
-        "cispo"    -min(r, ratio_max) A logp, the bounded ratio being a constant
+        "cispo"    -min(r, ratio_max) A logp, with the bounded ratio a constant
 
     `kl_estimator` is `"k1"`, `"k2"` or `"k3"`. Bounds of None do not bound.
     """
@@ -196,7 +193,7 @@ def policy_loss(
     partials = logps.new_empty(blocks)
     d_logps = d_entropy = logps
     if grad:
-        # Both rows begin where vectors do.
+        # Both rows are aligned for vector stores.
         d_logps, d_entropy = logps.new_empty((2, triton.cdiv(N, 4) * 4))[:, :N]
     optional = (mask, old_logps, ref_logps, scale, entropy)
     with device_of(logps):

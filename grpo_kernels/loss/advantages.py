@@ -1,4 +1,4 @@
-"""Advantages from rewards, and the per-token KL for those who subtract it from the reward.
+"""Advantages from rewards, and the per-token KL to subtract from rewards.
 
 With R the reward of a completion, and mean and std (of n - 1) over the completions of its group:
 
@@ -6,8 +6,8 @@ With R the reward of a completion, and mean and std (of n - 1) over the completi
     A = (R - mean) / (std of all + eps)  scale="batch"
     A = R - mean                         scale="none"
 
-Several reward functions are weighed and summed into R ("sum_then_normalize"), or each normalised
-within the group first, and their weighted sum R' over the batch ("normalize_then_sum", GDPO):
+Several rewards are weighted and summed to R ("sum_then_normalize"); or each is normalized within
+the group first, and their weighted sum R' over the batch ("normalize_then_sum", GDPO):
 
     A = (R' - mean of all R') / (std of all R' + eps)
 
@@ -29,7 +29,7 @@ from ..base.checks import (
     check_choice,
     check_number,
     check_tensor,
-    names_are_answered,
+    suggests_names,
 )
 from ..base.sequences import widened
 from .config import KL_ESTIMATORS
@@ -39,7 +39,7 @@ SCALES = ("group", "batch", "none")
 REWARD_AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
-@names_are_answered
+@suggests_names
 def group_advantages(
     rewards: Tensor,
     groups: int | Tensor,
@@ -159,8 +159,8 @@ def per_token_kl(
 def apply_is_weights(advantages: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
     """Multiplies advantages by the importance-sampling weights of another sampler.
 
-    This multiplies each token's surrogate by its weight: the weights are >= 0, and on either side
-    of 0 a surrogate is linear in the advantage.
+    This multiplies each token's surrogate by its weight, as weights are >= 0 and a surrogate is
+    linear in advantages of one sign.
 
     Args:
         advantages: `[B]` or `[B, T]`.
@@ -175,7 +175,7 @@ def apply_is_weights(advantages: Tensor, weights: Tensor, mask: Tensor) -> Tenso
 
 
 class _Groups:
-    """Statistics over groups, each given back to every member; NaN values take no part."""
+    """Statistics over groups, returned for every member; NaN values are ignored."""
 
     def __init__(self, groups: object, values: Tensor) -> None:
         B, groups = values.shape[0], as_number(groups)
@@ -217,7 +217,7 @@ class _Groups:
         highest, lowest = (
             self._largest((sign * x).masked_fill(x.isnan(), -torch.inf)) for sign in (1, -1)
         )
-        # Of a group of none both are -inf.
+        # Both are -inf in a group without values.
         return (highest == -lowest) | highest.isinf()
 
 

@@ -1,7 +1,6 @@
 """`GRPOLossConfig`: the loss and its options, validated on construction.
 
-The formulas behind the names are in `losses.py` and `objective.py`, the table of them in
-`docs/objectives.md`.
+The formulas are in `losses.py` and `objective.py`, and in a table in `docs/objectives.md`.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from ..base.checks import (
     check_bool,
     check_choice,
     check_number,
-    names_are_answered,
-    plain_numbers,
+    convert_numbers,
+    suggests_names,
 )
 from .losses import AGGREGATIONS, LOSS_TYPES, LOSSES, RATIO_LEVELS, Loss, OwnLoss, flat_fields
 
-# Those whose denominator counts tokens; that of the others counts sequences.
+# Aggregations whose denominator counts tokens; the others' counts sequences.
 TOKEN_MEANS = ("bnpo", "dapo")
-# From the log-probs of the sampled token.
+# Estimates from the log-probs of the sampled token.
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 IS_CORRECTIONS = (
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
     "geometric_truncate", "geometric_mask",
 )  # fmt: skip
 IS_GATES = ("ratio", "binary_kl", "tv")
-# Ranges and names of the options that are no loss type's own; those are in its class.
+# Ranges and names of the options shared by loss types; a loss class has its options' ranges.
 _EXPECTED: dict[str, str | tuple[str, ...]] = {
     "beta": ">= 0",
     "aggregation": AGGREGATIONS,
@@ -49,7 +48,7 @@ _EXPECTED: dict[str, str | tuple[str, ...]] = {
 }
 
 
-@names_are_answered
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class GRPOLossConfig:
     """The loss to compute, validated on construction; names and defaults follow TRL's `GRPOConfig`.
@@ -76,8 +75,8 @@ class GRPOLossConfig:
         importance_sampling_level: token (one ratio per token) or sequence (one ratio per sequence,
             the exponential of its mean log-ratio, as in gspo).
         aggregation: average of the token losses, by the name of the loss type that introduced it
-            (grpo, bnpo, dr_grpo, dapo, luspo); None: that of the loss type.
-        max_completion_length: divisor of the dr_grpo aggregation; set it for that one only.
+            (grpo, bnpo, dr_grpo, dapo, luspo); None: the loss type's.
+        max_completion_length: divisor of the dr_grpo aggregation; set it for dr_grpo only.
         kl_estimator: estimate of the KL from the sampled token (k1, abs, k2, k3; k1+ and k3+ have
             the gradient of k2), or exact: the KL over the whole vocabulary.
         kl_clamp: largest KL estimate of a token (10 in verl, for k3); beyond it the gradient is 0.
@@ -143,7 +142,7 @@ class GRPOLossConfig:
     dppo_ratio_max: float = 20.0
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        convert_numbers(self)
         for option_field in fields(self):
             _check_field(
                 option_field.name,
@@ -213,7 +212,7 @@ class GRPOLossConfig:
 
     @property
     def gradient_needs_advantage(self) -> bool:
-        """True if tokens of advantage 0 have no gradient, so that they may be left out.
+        """True if tokens of advantage 0 have no gradient, so that they may be skipped.
 
         With `needs_sequences`, if sequences whose advantages are all 0 have none.
         """
@@ -221,12 +220,12 @@ class GRPOLossConfig:
 
     @property
     def exact_kl(self) -> bool:
-        """True if the loss has the KL over the vocabulary, which only a `reference` tells."""
+        """True if the loss has the KL over the vocabulary, which needs a `reference`."""
         return bool(self.beta) and self.kl_estimator == "exact"
 
     @property
     def entropy_has_gradient(self) -> bool:
-        """True if the loss has a gradient by the entropy, as far as it says so."""
+        """True if the loss declares a gradient by the entropy."""
         return bool(self.entropy_coef) or self.loss.entropy_gradient
 
     @property
@@ -235,11 +234,11 @@ class GRPOLossConfig:
 
         One pass is enough for token-local objectives: the gradient of a token's log-prob follows
         from that token and from constants known before the forward, so each chunk of logits turns
-        into gradients while it is in memory. For the others the forward only takes log-probs, and
-        the backward computes the logits again.
+        into gradients while it is in memory. For other objectives the forward only computes
+        log-probs, and the backward computes the logits again.
 
-        One case depends on the arguments as well: sequence-level `is_correction` takes one pass
-        given `old_logps`, as assumed here, and two without.
+        Sequence-level `is_correction` takes one pass with `old_logps`, as assumed here, and two
+        without.
         """
         return self.why_two_passes() is None
 
@@ -259,7 +258,7 @@ class GRPOLossConfig:
 
     @property
     def specific_options(self) -> frozenset[str]:
-        """The options that this loss has a use for, and not every loss."""
+        """The options that this loss uses, and not every loss."""
         names = set(flat_fields(self.loss_type)) if isinstance(self.loss_type, str) else set()
         if self.loss_type not in AGGREGATIONS and not self.loss.fixed_aggregation:
             names.add("aggregation")
@@ -273,11 +272,11 @@ class GRPOLossConfig:
                 isinstance(value, (int, float, str, type(None))) and value == option_field.default
             )
             if unused and not is_default:
-                own = isinstance(self.loss_type, Loss) and option_field.name != "aggregation"
+                instance = isinstance(self.loss_type, Loss) and option_field.name != "aggregation"
                 raise ValueError(
                     f"{option_field.name}={value!r} has no effect with loss_type="
                     f"{self.loss_type!r}: "
-                    + ("set options on the instance" if own else "remove it")
+                    + ("set options on the instance" if instance else "remove it")
                 )
         length = self.max_completion_length
         if length is not None and (type(length) is not int or length < 1):
@@ -350,7 +349,7 @@ _SPECIFIC = {"aggregation"}.union(*map(flat_fields, LOSS_TYPES))
 def _check_loss(loss: Loss) -> None:
     loss_fields: tuple[Field[Any], ...] = fields(loss) if is_dataclass(loss) else ()
     if loss_fields:
-        plain_numbers(loss)
+        convert_numbers(loss)
     for option_field in loss_fields:
         expected = option_field.metadata.get("expected")
         if expected is not None and not isinstance(expected, tuple):

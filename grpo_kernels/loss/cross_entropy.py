@@ -1,10 +1,9 @@
-"""The cross-entropy term beside a policy loss, on tokens of the caller's choice.
+"""The cross-entropy term of a call, in addition to its policy loss, on any tokens.
 
     loss = -sum_i c_i l_i,    dl_i = -c_i
 
-With weights c of the caller's, 0 on the tokens that have no part in it. They are trained on as they
-stand, like the labels of supervised training: what a tool answered (ECHO, arXiv:2605.24517), or a
-demonstration.
+The weights c are the caller's, 0 on other tokens. Tokens with a weight are labels, as in supervised
+training: a tool's output (ECHO, arXiv:2605.24517), or a demonstration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Losses that look at more of the distribution than the sampled token, on log-probs of several ids.
+"""Divergences from a teacher, from log-probs of several ids per token.
 
 With s the policy's and t the teacher's probabilities of some ids of a token:
 
@@ -6,9 +6,9 @@ With s the policy's and t the teacher's probabilities of some ids of a token:
     reverse   KL(s || t) = sum s (log s - log t)
     jsd       beta KL(t || m) + (1 - beta) KL(s || m),  m = beta t + (1 - beta) s
 
-Over a kept set both are renormalised over its ids, so that only these rows of the head are
+Over a kept set both are renormalized over its ids, so that only these rows of the head are
 needed: `linear_logprobs(..., support=, entries=True)`. Over `targets [..., K]` they are
-probabilities of the whole softmax, and what is left of it is one outcome more, the tail.
+probabilities of the full softmax, and all other ids are one further outcome.
 
 References: generalised JSD, arXiv:2306.13649; on-policy distillation from a teacher's top k,
 arXiv:2306.13649 and the trainers of verl and TRL.
@@ -34,7 +34,7 @@ def topk_kl(
 ) -> Tensor:
     """Computes the divergence of teacher and policy from log-probs of some ids per token.
 
-    Equivalent PyTorch, for `[..., K]` log-probs renormalised over the K, and "forward":
+    Equivalent PyTorch, for `[..., K]` log-probs renormalized over the K, and "forward":
 
         t, s = (x.log_softmax(-1) for x in (teacher_logps, logps))
         divergence = (t.exp() * (t - s)).sum(-1)
@@ -43,7 +43,7 @@ def topk_kl(
         logps: log-probs under the policy: `[..., K]` for K different ids per token, or `[E]` for
             all ids of a support.
         teacher_logps: log-probs of the same ids under the teacher, a constant of the same shape.
-        offsets: `[N + 1]`, the offsets of the support, with `[E]`: both are renormalised over each
+        offsets: `[N + 1]`, the offsets of the support, with `[E]`: both are renormalized over each
             set, and an empty set has divergence 0. None, with `[..., K]`: all other ids count as
             one.
         direction: `"forward"`, `"reverse"` or `"jsd"`.
@@ -88,17 +88,16 @@ def make_divergence(argument: str, name: str, beta: float) -> Divergence:
 
 def divergence_addends(s: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
     """The part of each outcome in the divergence, from log-probs `s` and `t` of one shape."""
-    # An outcome that both rule out has no part, as one of equal probabilities: of -inf and -inf
-    # autograd would make NaN.
+    # An outcome that both exclude adds 0, as equal log-probs do: -inf - -inf would be NaN.
     none = (s == -torch.inf) & (t == -torch.inf)
     return divergence.addends(s.masked_fill(none, 0.0), t.masked_fill(none, 0.0))
 
 
 def _log_rest(log_p: Tensor) -> Tensor:
-    """The log of 1 - sum of the probabilities `[..., K]`; of an ulp of 1 where none is left."""
+    """The log of 1 - sum of the probabilities `[..., K]`; at least the log of an ulp of 1."""
     if not log_p.shape[-1]:
         return log_p.sum(-1)
-    # Of the likeliest, 1 - p by expm1: as a difference a confident model's has no digits.
+    # 1 - p of the likeliest by expm1: the difference cancels for a confident model.
     place = log_p.argmax(-1, keepdim=True)
     others = log_p.exp().scatter(-1, place, 0.0).sum(-1)
     rest = -log_p.gather(-1, place).squeeze(-1).expm1() - others

@@ -1,8 +1,7 @@
 """The GRPO loss from log-probs: ratio, clip, KL and masked mean, with their gradient.
 
-The formulas are in `objective.py` and `losses.py`. Value and gradient come from one kernel where
-there is one, else from a closed form or autograd. The backward multiplies the gradient by the
-loss's.
+The formulas are in `objective.py` and `losses.py`. Value and gradient come from one kernel if there
+is one, else from a closed form or autograd. The backward multiplies by the loss's gradient.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..base.autograd import dtypes_of, eager_under_compile, refuse_double_backward, scaled_gradient
-from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten, names_are_answered
+from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten, suggests_names
 from ..base.layout import Layout
 from ..base.outputs import GRPOLossOutput, Metrics
 from ..kernels import Backend, PolicyLossResult, select_backend
 from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy
-from .inputs import check_entropy_given, loss_inputs
+from .inputs import check_has_entropy, loss_inputs
 from .metrics import metrics_of_call
 from .objective import (
     exact_kl,
@@ -36,7 +35,7 @@ _KERNEL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 @eager_under_compile
-@names_are_answered
+@suggests_names
 def grpo_loss(
     logps: Tensor,
     advantages: Tensor,
@@ -116,7 +115,7 @@ def grpo_loss(
         "mask them",
     )
     checks.check_without_sync()
-    check_entropy_given(config, entropy)
+    check_has_entropy(config, entropy)
     flat_entropy = None
     if entropy is not None:
         check_tensor(
@@ -138,7 +137,7 @@ def flat_loss(
 ) -> tuple[Tensor, Metrics]:
     """The differentiable loss of flat `logps [N]` and `entropy [N]`, and its metrics.
 
-    `tokens`: the constants. `kl [N]`: the exact one, where there is a reference.
+    `tokens`: the constants. `kl [N]`: the exact KL, if there is a reference.
     """
     if kl is not None:
         tokens = replace(tokens, kl=kl.detach())
@@ -168,7 +167,7 @@ class _PolicyLoss(torch.autograd.Function):
             policy = policy_loss_and_grads(
                 config, tokens, logps.float(), entropy_float, backend, grad=grad
             )
-        # Autograd may give back one element at stride 0, which cannot be scaled in place.
+        # Autograd may return one element at stride 0, which cannot be scaled in place.
         stored = [None if x is None else x.contiguous() for x in policy[1:]]
         by_kl = d_kl(config, tokens) if grad and kl is not None else None
         ctx.save_for_backward(*stored, by_kl)
@@ -187,7 +186,7 @@ class _PolicyLoss(torch.autograd.Function):
 
 
 def d_kl(config: GRPOLossConfig, tokens: Tokens) -> Tensor | None:
-    """The gradient by the exact KL of each token, where the loss has one."""
+    """The gradient by the exact KL of each token; None if the loss has no exact KL."""
     return config.beta * tokens.weights if config.exact_kl else None
 
 
@@ -200,9 +199,9 @@ def policy_loss_and_grads(
     *,
     grad: bool,
 ) -> PolicyLossResult:
-    """The loss over float32 `logps [C]` and `entropy [C]`, with its gradients if `grad`.
+    """The objective and the cross-entropy term over float32 `logps [C]` and `entropy [C]`.
 
-    The objective, and the cross-entropy term if there is one.
+    With gradients if `grad`.
     """
     is_local, kernel = token_local(config, constants), backend.policy_loss
     options = None if kernel is None else _kernel_options(config)
@@ -236,7 +235,7 @@ def policy_loss_and_grads(
 
 
 def _kernel_options(config: GRPOLossConfig) -> dict[str, Any] | None:
-    """The formulas and numbers as the kernel takes them; None where it lacks one."""
+    """The kernel's arguments for this loss; None if the kernel does not support it."""
     kernel_loss = config.loss.kernel()
     has_kl = config.kl_estimator in _KERNEL_ESTIMATORS and config.kl_clamp is None
     beta = 0.0 if config.exact_kl else config.beta

@@ -28,8 +28,8 @@ def loss_inputs(
 ) -> Tokens:
     """The constants of a policy loss, checked, flat, with the weight of every token.
 
-    `mask` is flat. `constants` are `old_logps`, `ref_logps`, `sampling_logps` and `ce_weights`,
-    None where not given; with a reference its log-probs, or its exact KL, are known later.
+    `mask` is flat. `constants` are `old_logps`, `ref_logps`, `sampling_logps` and `ce_weights`, or
+    None; a reference's log-probs, or the exact KL to it, come later.
     """
     check_config(config)
     if has_reference and constants["ref_logps"] is not None:
@@ -86,7 +86,7 @@ def loss_inputs(
     return with_known_weights(config, tokens)
 
 
-def rows_of_loss(mask: Tensor | None, ce_weights: Tensor | None, hidden: Tensor) -> Tensor | None:
+def tokens_in_loss(mask: Tensor | None, ce_weights: Tensor | None, hidden: Tensor) -> Tensor | None:
     """The tokens of `hidden [..., H]` in the mask or with a cross-entropy weight."""
     if mask is None or ce_weights is None:
         return mask
@@ -101,8 +101,7 @@ def check_config(config: object) -> None:
         raise TypeError(f"config: expected a GRPOLossConfig; got {type(config).__name__}")
 
 
-def check_entropy_given(config: GRPOLossConfig, entropy: Tensor | None) -> None:
-    """Raises where the loss needs an entropy and none was given."""
+def check_has_entropy(config: GRPOLossConfig, entropy: Tensor | None) -> None:
     if entropy is not None:
         return
     for name, unused in (("entropy_coef", 0.0), ("top_entropy_quantile", 1.0)):
@@ -112,16 +111,16 @@ def check_entropy_given(config: GRPOLossConfig, entropy: Tensor | None) -> None:
 
 
 def number_of_items(num_items: object, count: Tensor, checks: ValueChecks) -> float | Tensor | None:
-    """The denominator of a loss, checked; None where none was given.
+    """The denominator of a loss, checked; None for None.
 
-    `count`, 0-d: the tokens that are not masked. A step that has none may have the denominator 0.
+    `count`, 0-d: the unmasked tokens. A step without any may have the denominator 0.
     """
     if num_items is None:
         return None
     number = scalar("num_items", num_items, count.device)
     expected = "num_items: expected a finite number > 0, or 0 where every token is masked"
     if isinstance(number, Tensor):
-        # In float32, as an integer is compared with a number in the default dtype.
+        # In float32: an integer tensor would be compared in the default dtype.
         float32, x = torch.finfo(torch.float32), number.float()
         least = count.clamp(max=float32.tiny)
         checks.add(x != x.clamp(max=float32.max).maximum(least), f"{expected}; got another")

@@ -1,10 +1,9 @@
-"""The losses, one class each: options, formula, clip test, metrics, and what the rest must know.
+"""The losses, one class each: options, formula, clip test, metrics, and properties.
 
 Notation, per token: l the log-prob, l_old the old one, A the advantage, sg = detach, and r the
 importance ratio exp(l - l_old), or exp of the mean of l - l_old over the sequence.
 
-A new loss is a new class, and a line in `LOSSES` if it is to have a name. The rest of the library
-asks the class.
+A new loss is a new class, and a line in `LOSSES` for a name.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _VESPO_LOG_RANGE = (math.log(1e-8), 20.0)
 
 
 class KernelOptions(NamedTuple):
-    """The loss as `kernels/triton_policy_loss.py` takes it, which says what the numbers are."""
+    """Arguments of `kernels/triton_policy_loss.py`, which describes them."""
 
     surrogate: str
     low: float = 0.0
@@ -39,7 +38,7 @@ class KernelOptions(NamedTuple):
 def option(default: Any, expected: str | tuple[str, ...], *, flat: str | None = None) -> Any:
     """A field that `GRPOLossConfig` checks: a number in one of `RANGES`, or one of some names.
 
-    `flat` is the option of `GRPOLossConfig` that sets it where the loss is given by name.
+    `flat` is the option of `GRPOLossConfig` that sets it for a loss given by name.
     """
     return field(default=default, metadata={"expected": expected, "flat": flat})
 
@@ -47,9 +46,9 @@ def option(default: Any, expected: str | tuple[str, ...], *, flat: str | None = 
 class Loss:
     """A loss of each token, before corrections, KL and aggregation.
 
-    A subclass has `per_token` and what differs from this class; with options it is a frozen
-    dataclass. One that overrides `per_token`, `log_ratio` or `clipped` must declare `token_local`,
-    `gradient_needs_advantage` and `kernel` again: they are not inherited.
+    A subclass defines `per_token` and overrides what differs; with options it is a frozen
+    dataclass. A class that overrides `per_token`, `log_ratio` or `clipped` must declare
+    `token_local`, `gradient_needs_advantage` and `kernel` again: they are not inherited.
 
     Attributes:
         aggregation: the average over the tokens' losses where the config names none.
@@ -57,13 +56,13 @@ class Loss:
         token_local: True if the gradient of a token's log-prob follows from that token alone. One
             pass (three GEMMs) is then enough; otherwise there are two (three or four).
         gradient_needs_advantage: True if tokens of advantage 0 have no gradient, so that they may
-            be left out. With `needs_sequences`, if sequences whose advantages are all 0 have none.
-        entropy_gradient: True if the loss has a gradient by the entropy. A token-local loss has to
-            say so; of others it is found out.
+            be skipped. With `needs_sequences`, if sequences whose advantages are all 0 have none.
+        entropy_gradient: True if the loss has a gradient by the entropy. A token-local loss must
+            declare it; autograd finds it out for others.
         ratio_level: the level of the importance ratio, `"token"` or `"sequence"`.
-        token_gradient: True if a sequence's ratio has the gradient of the token's own.
-        weighs_sampler: True if the loss has the importance sampling weights in it, which are then
-            not multiplied with it.
+        token_gradient: True if a sequence's ratio has the gradient of the token's ratio.
+        weighs_sampler: True if the loss contains the importance sampling weights, which then do not
+            multiply it.
     """
 
     aggregation = "dapo"
@@ -80,12 +79,12 @@ class Loss:
         raise NotImplementedError
 
     def __call__(self, tokens: Tokens) -> Tensor:
-        """The same as `per_token`: a loss is a callable like one of the user's own."""
+        """Calls `per_token`, as a user's own loss is a callable."""
         return self.per_token(tokens)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # What a class claims of its formula does not hold for one that overrides it.
+        # A base class's claims about its formula do not hold for a class that overrides it.
         claims = {"kernel", "closed_form", "token_local", "gradient_needs_advantage"}
         for base in cls.__mro__:
             claims -= vars(base).keys()
@@ -96,7 +95,7 @@ class Loss:
 
     @property
     def needs_sequences(self) -> bool:
-        """True if the loss tells sequences apart, and its own metrics are means over sequences."""
+        """True if the loss depends on sequences, and its metrics are means over sequences."""
         return self.ratio_level == "sequence"
 
     @property
@@ -120,40 +119,40 @@ class Loss:
         return log_ratio.clamp(max=MAX_LOG_RATIO)
 
     def clipped(self, tokens: Tokens, ratio: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The tokens that the lower and the upper bound cut off from their gradient, bool `[N]`.
+        """The tokens whose gradient the lower and the upper bound cut off, bool `[N]`.
 
-        None where there is no such bound.
+        None without such a bound.
         """
         return None, None
 
     def metrics(self, tokens: Tokens, ratio: Tensor) -> dict[str, Tensor]:
-        """Metrics of its own by name, a value per token `[N]`, of which the mean is shown.
+        """The loss's own metrics by name, a value per token `[N]`; the metric is their mean.
 
         `loss.metrics.TAKEN` and `TAKEN_PREFIXES` are names that it may not use.
         """
         return {}
 
     def kernel(self) -> KernelOptions | None:
-        """The arguments of the policy-loss kernel; None if it does not have this loss."""
+        """The arguments of the policy-loss kernel; None if it does not support this loss."""
         return None
 
     def closed_form(self, tokens: Tokens) -> tuple[Tensor, Tensor] | None:
         """The loss of each token and its derivative by the log-prob; None: autograd's."""
         return None
 
-    def name_of(self, method: str) -> str:
-        """The name that errors about the result of a method begin with."""
+    def label_of(self, method: str) -> str:
+        """The name of a method in errors about its result."""
         return f"loss_type: {type(self).__name__}.{method}"
 
 
 def one_per_token(name: str, x: object, tokens: Tokens) -> Tensor:
-    """A value per token `[N]` that a loss returned, checked, as it may be the user's own."""
+    """Checks a value per token `[N]` that a user's own loss returned."""
     like = tokens.logps
     return check_tensor(name, x, shape=like.shape, dtypes=_REAL, device=like.device)
 
 
 class OwnLoss(Loss):
-    """A callable of the user's own; what it says of itself are attributes of the same names."""
+    """A user's callable; its attributes of the same names declare its properties."""
 
     def __init__(self, function: Callable[[Tokens], Tensor]) -> None:
         self.function = function
@@ -163,7 +162,7 @@ class OwnLoss(Loss):
     def per_token(self, tokens: Tokens) -> Tensor:
         return self.function(tokens)
 
-    def name_of(self, method: str) -> str:
+    def label_of(self, method: str) -> str:
         return f"loss_type: {getattr(self.function, '__name__', type(self.function).__name__)}()"
 
 
@@ -215,7 +214,7 @@ class Clip(Loss):
         if self.ratio_level == "sequence":
             return None
         x, d = self.per_token(tokens), tokens.log_ratio
-        # Where no bound holds, x is -r A and its own derivative; elsewhere it is a constant.
+        # Where no bound holds, x is -r A and equals its derivative; elsewhere it is constant.
         flows = (x == -tokens.advantages * bounded_exp(d)) & (d <= MAX_LOG_RATIO)
         return x, torch.where(flows, x, 0.0)
 
@@ -365,7 +364,7 @@ class DppoTV(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class DppoKL(DppoTV):
-    """Loss of `DppoTV` by a binary KL: of the token and the rest, old to new, in nats."""
+    """Loss of `DppoTV` by a binary KL, old to new, of the token against the rest, in nats."""
 
     token_local = True
     gradient_needs_advantage = True
@@ -396,7 +395,7 @@ _CLASSES = {cls for cls, _ in LOSSES.values()}
 
 
 def is_own(loss: Loss) -> bool:
-    """True for a loss of the user's own, whose results are checked."""
+    """True for a user's own loss, whose results are checked."""
     return type(loss) not in _CLASSES
 
 
@@ -415,5 +414,5 @@ def _cut_off(moved: Tensor, low: float, high: float, advantages: Tensor) -> tupl
 
 
 def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    # In the dtype of `like`, where torch.where of two numbers takes the default one.
+    # In the dtype of `like`: torch.where of two numbers takes the default dtype.
     return torch.where(condition, torch.full_like(like, yes), no)

@@ -1,7 +1,7 @@
 """The metrics of a loss: 0-d tensors, none of them read from the device.
 
-Names are TRL's where TRL has one. A metric that does not apply is absent rather than 0; the clip
-shares, which every loss has, are 0 where nothing is clipped.
+Names are TRL's if TRL has one. A metric that does not apply is absent; only the clip shares are
+always there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .losses import Loss, is_own, one_per_token
 from .objective import high_entropy_mask, kl_terms, off_policy_mask, tokens_of
 from .tokens import Tokens
 
-# Names that no loss may give a metric of its own: those of the calls and of the trainer's rows.
+# Names of the calls' metrics and of the trainer's rows, which a user's own loss may not use.
 TAKEN = frozenset({
     "tokens", "ratio_mean", "ratio_max", "ess", "zero_gradient", "entropy", "kl", "kl_max",
     "clip_low", "clip_high", "off_policy_dropped", "entropy_kept", "ce_loss", "ce_tokens", "ce_nll",
@@ -32,28 +32,21 @@ TAKEN = frozenset({
 TAKEN_PREFIXES = ("clip_ratio/", "sampling/", "support/", "reward/", "accuracy/", "seconds/")
 _DIFFERENCE = "sampling/sampling_logp_difference"
 _WEIGHT = "sampling/importance_sampling_ratio"
-# Values that no metric shows by themselves, under a prefix that no loss may use.
+# Values from which metrics are computed, under a prefix that no loss may use.
 _SCORED, _RATIO, _SQUARE = "sampling/scored", "sampling/ratio", "sampling/squared_ratio"
 
 
 @dataclass
 class _TokenValues:
-    """Values of every token `[N]`, by the name of their metric.
+    """Values of every token `[N]`, by the name of their metric."""
 
-    Attributes:
-        means: averaged over the unmasked tokens.
-        sequence_means: names among these that are averaged over each sequence first.
-        maxima: the largest is taken.
-        two_bounds: whether the loss clips at both ends.
-    """
-
-    means: dict[str, Tensor] = field(default_factory=dict)
-    sequence_means: set[str] = field(default_factory=set)
+    means: dict[str, Tensor] = field(default_factory=dict)  # averaged over the unmasked tokens
+    sequence_means: set[str] = field(default_factory=set)  # of `means`, over each sequence first
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    two_bounds: bool = False
+    two_bounds: bool = False  # whether the loss clips at both ends
 
     def add(self, name: str, x: Tensor, *, per_sequence: bool = False, largest: str = "") -> None:
-        """Adds a mean, and where it has a name the maximum of the same values."""
+        """Adds a mean and, under the name `largest`, the maximum of the same values."""
         self.means[name] = x
         if per_sequence:
             self.sequence_means.add(name)
@@ -72,11 +65,11 @@ def metrics_of_call(
 ) -> Metrics:
     """The `loss_metrics` of a call, computed when they are read.
 
-    Those of a user's own loss are computed at once: they check what it returns.
+    The metrics of a user's own loss are computed at once, which checks its results.
     """
-    # Copies, as the caller may change its tensors and those of the result in place.
+    # Copies, as the caller may change its tensors and the result's in place.
     new = {"logps": logps, "entropy": entropy, "d_logps": d_logps, "d_entropy": d_entropy}
-    each = constants.per_token() | {name: x for name, x in new.items() if x is not None}
+    each = constants.token_constants() | {name: x for name, x in new.items() if x is not None}
     copies: dict[str, Any] = _by_name(each, torch.stack([*each.values()]))
     values = [copies.pop(name, None) for name in new]
     unmasked = constants.unmasked
@@ -97,9 +90,9 @@ def loss_metrics(
     d_logps: Tensor | None,
     d_entropy: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Means over the unmasked tokens; over sequences where one ratio stands for a sequence.
+    """Means over the unmasked tokens; over sequences for a sequence-level ratio.
 
-    `d_logps`, `d_entropy [N]`: the gradient of the loss; None where there is none.
+    `d_logps`, `d_entropy [N]`: the loss's gradients, or None.
     """
     tokens = tokens_of(config, constants, logps, entropy)
     values = metric_values(config, tokens, d_logps, d_entropy)
@@ -146,7 +139,7 @@ def metric_values(
 ) -> _TokenValues:
     """The values that the metrics are means and maxima of."""
     loss, values = config.loss, _TokenValues()
-    log_ratio = one_per_token(loss.name_of("log_ratio()"), loss.log_ratio(tokens), tokens)
+    log_ratio = one_per_token(loss.label_of("log_ratio()"), loss.log_ratio(tokens), tokens)
     ratio = log_ratio.exp()
     values.add("ratio_mean", ratio, largest="ratio_max")
     if tokens.kl is not None:
@@ -170,7 +163,7 @@ def metric_values(
     if config.top_entropy_quantile < 1:
         values.add("entropy_kept", high_entropy_mask(config, tokens))
     if tokens.sampling_logps is not None:
-        # Tokens without a log-prob of the sampler (NaN) are left out of the mean.
+        # The mean excludes tokens without a log-prob of the sampler (NaN).
         gap = (tokens.old_logps - tokens.sampling_logps).abs()
         values.add(_SCORED, ~gap.isnan())
         values.add(f"{_DIFFERENCE}/mean", gap.nan_to_num(nan=0.0), largest=f"{_DIFFERENCE}/max")
@@ -184,7 +177,7 @@ def metric_values(
 
 def _bounds(loss: Loss, tokens: Tokens, ratio: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The tokens that the loss cuts off below and above, checked."""
-    name, bounds = loss.name_of("clipped()"), loss.clipped(tokens, ratio)
+    name, bounds = loss.label_of("clipped()"), loss.clipped(tokens, ratio)
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
         raise TypeError(
             f"{name}: expected a pair, the tokens cut off below and above, each None or a tensor; "
@@ -198,8 +191,7 @@ def _bounds(loss: Loss, tokens: Tokens, ratio: Tensor) -> tuple[Tensor | None, T
 
 
 def _own_metrics(loss: Loss, tokens: Tokens, ratio: Tensor) -> dict[str, Tensor]:
-    """The loss's own metrics, checked."""
-    name, own = loss.name_of("metrics()"), loss.metrics(tokens, ratio)
+    name, own = loss.label_of("metrics()"), loss.metrics(tokens, ratio)
     if not isinstance(own, dict) or not all(isinstance(key, str) and key for key in own):
         raise TypeError(
             f"{name}: expected a dict of tensors by name, a value per token each; got {own!r}"
@@ -230,7 +222,7 @@ def _clip_extremes(sequence_means: dict[str, Tensor], empty: Tensor) -> dict[str
 
 
 def _largest(x: Tensor, excluded: Tensor | None) -> Tensor:
-    """The maximum of each row of `x [K, N]` over the columns that count, 0 where none does."""
+    """The maximum of each row of `x [K, N]` over the columns not excluded; 0 without any."""
     if not x.shape[1]:
         return x.new_zeros(x.shape[0])
     if excluded is not None:

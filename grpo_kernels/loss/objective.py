@@ -1,20 +1,20 @@
 """The objective: losses, corrections, KL and averages, defined once.
 
-Every path of the library computes this definition: the reference in float64, `grpo_loss` and the
-torch backend by differentiating it, with autograd or a closed form, the Triton policy-loss kernel
-by a hand-written copy of a part of it that tests hold to it.
+Every path of the library computes this definition: the reference in float64; `grpo_loss` and the
+torch backend by autograd or a closed form of it; the Triton policy-loss kernel by a hand-written
+copy of a part.
 
-With log-prob l, old log-prob l_old (l itself, detached, when absent), reference log-prob l_ref,
-the sampler's log-prob l_roll, advantage A and mask m of a token; L the unmasked tokens of its
-sequence, B sequences:
+With log-prob l, old log-prob l_old (l, detached, when absent), reference log-prob l_ref, the
+sampler's log-prob l_roll, advantage A and mask m of a token; L the unmasked tokens of its sequence,
+B sequences:
 
     x    = loss of the token                               `losses.py`, one class each
     s    = off-policy mask * high-entropy mask * rho       detached, `surrogate_scale`
     KL   = estimate(l_ref - l) [* r]                       `kl_estimate`, bias correction;
-           or that of the two softmaxes                    `exact_kl`
+           or the KL of the two softmaxes                  `exact_kl`
     loss = sum_i w_i * (s_i * x_i + beta * KL_i) - entropy_coef * mean entropy
 
-The aggregation is all in the weight w of a token, where `num_items` takes the place of sum m or B:
+The weight w of a token has the aggregation; `num_items` takes the place of sum m or B:
 
     grpo     m / (B * max(L, 1))                     mean over sequences of the mean over tokens
     bnpo     m / max(sum m, 1)                       mean over the tokens of this batch
@@ -23,7 +23,7 @@ The aggregation is all in the weight w of a token, where `num_items` takes the p
     luspo    m / B                                   mean over sequences of the sum over tokens
 
 References: the k estimators, http://joschu.net/blog/kl-approx.html; KL bias correction and
-off-policy mask, arXiv:2512.02556; entropy mask, arXiv:2506.01939; of the losses, beside each.
+off-policy mask, arXiv:2512.02556; entropy mask, arXiv:2506.01939.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _KL_LOG_RATIO = 20.0
 def policy_objective(config: GRPOLossConfig, tokens: Tokens, *, stable_kl: bool = False) -> Tensor:
     """The objective over `tokens` (`tokens_of`), a differentiable scalar.
 
-    All tensors share one dtype, float32 or float64. Over chunks of tokens it is additive, if the
-    objective is token-local. `stable_kl` takes the derivative of the KL times the ratio in closed
-    form: autograd's, in float32, cancels.
+    All tensors share one dtype, float32 or float64. A token-local objective is additive over chunks
+    of tokens. `stable_kl` differentiates the KL times the ratio in closed form, as autograd's
+    result cancels in float32.
     """
     scale, chosen = surrogate_scale(config, tokens)
     per_token, kl = token_losses(config, tokens, scale, stable_kl=stable_kl)
@@ -69,7 +69,7 @@ def objective_in_closed_form(
 ) -> tuple[Tensor, Tensor] | None:
     """The objective and its gradient by the log-probs, `[N]`, without autograd.
 
-    None where the loss of a token has no closed form, or another term has a gradient.
+    None if the loss of a token has no closed form, or another term has a gradient.
     """
     if config.entropy_coef or (config.beta and not config.exact_kl):
         return None
@@ -86,13 +86,13 @@ def objective_in_closed_form(
 def token_losses(
     config: GRPOLossConfig, tokens: Tokens, scale: Tensor | None, *, stable_kl: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """`s_i * x_i` and `beta * KL_i` of each token, `[N]`, which its weight then multiplies.
+    """`s_i * x_i` and `beta * KL_i` of each token, `[N]`, before its weight.
 
-    `scale`: s of `surrogate_scale`. No KL (None) where the loss has no estimate of one.
+    `scale`: s of `surrogate_scale`. The KL is None if the loss has no estimate of it.
     """
     per_token = _loss_of_tokens(config.loss, tokens)
     if tokens.unmasked is not None:
-        # Masked tokens may come back as anything, NaN included.
+        # The loss may return anything for masked tokens, NaN included.
         per_token = torch.where(tokens.unmasked, per_token, 0.0)
     if scale is not None:
         per_token = per_token * scale
@@ -116,7 +116,7 @@ def entropy_in_bonus(tokens: Tokens, chosen: Tensor | None) -> tuple[Tensor, Ten
 def tokens_of(
     config: GRPOLossConfig, constants: Tokens, logps: Tensor, entropy: Tensor | None
 ) -> Tokens:
-    """The tokens as a loss sees them, with their importance sampling weights."""
+    """The tokens with log-probs, entropy and importance sampling weights, as a loss gets them."""
     tokens = constants.with_logps(logps, entropy)
     if config.is_correction == "none" or tokens.importance_sampling_weights is not None:
         return tokens
@@ -131,12 +131,12 @@ def token_local(config: GRPOLossConfig, constants: Tokens) -> bool:
 
 
 def _loss_of_tokens(loss: Loss, tokens: Tokens) -> Tensor:
-    """The loss of each token, `[N]`; checked if it is the user's own."""
+    """The loss of each token, `[N]`; checks a user's own loss."""
     if not is_own(loss):
         return loss.per_token(tokens)
     if loss.why_two_passes is None:
         tokens = replace(tokens, sequences=None, is_token_local=True)
-    name = loss.name_of("per_token()")
+    name = loss.label_of("per_token()")
     x = one_per_token(name, loss.per_token(tokens), tokens)
     if torch.is_grad_enabled() and tokens.logps.requires_grad and not x.requires_grad:
         raise ValueError(
@@ -149,7 +149,7 @@ def _loss_of_tokens(loss: Loss, tokens: Tokens) -> Tensor:
 def surrogate_scale(config: GRPOLossConfig, tokens: Tokens) -> tuple[Tensor | None, Tensor | None]:
     """The factor of the surrogate, `[N]`, and the high-entropy mask, `[N]`.
 
-    None where the factor is 1, and where there is no such mask. No gradient flows here.
+    None for a factor of 1, and without such a mask. No gradient flows here.
     """
     scale, chosen = None, None
     if config.off_policy_threshold is not None:
@@ -204,7 +204,7 @@ def importance_sampling_weights(config: GRPOLossConfig, tokens: Tokens) -> Tenso
 
 
 def with_known_weights(config: GRPOLossConfig, constants: Tokens) -> Tokens:
-    """The constants with the importance sampling weights, where old log-probs make them known."""
+    """The constants with the importance sampling weights, if `old_logps` are given."""
     if config.is_correction == "none" or constants.old_logps is None:
         return constants
     tokens = tokens_of(config, constants, constants.old_logps, None)
@@ -229,9 +229,9 @@ def kl_terms_in_closed_form(config: GRPOLossConfig, tokens: Tokens, log_ratio: T
 
         d(r KL) = r (KL + KL') dlog r + r KL' (dl - dlog r)
 
-    In k3's KL + KL' the terms e^d cancel to -d, which is what is computed: at d = 12 the product
-    rule loses four digits. The second term is 0 where the ratio is the token's own. A loss that
-    overrides `log_ratio` gets the product rule.
+    In k3's KL + KL' the terms e^d cancel to -d, which is computed directly: at d = 12 the product
+    rule loses four digits. The second term is 0 for a token-level ratio. A loss that overrides
+    `log_ratio` gets the product rule.
     """
     if not config.use_bias_correction_kl or type(config.loss).log_ratio is not Loss.log_ratio:
         return kl_terms(config, tokens, log_ratio)
@@ -244,7 +244,7 @@ def kl_terms_in_closed_form(config: GRPOLossConfig, tokens: Tokens, log_ratio: T
     total = kl + slope
     if config.kl_estimator == "k3":
         total = torch.where(slope == 0, kl, -d)  # without a slope: clamped
-    # 0 in value; they carry the gradients dl and dlog r. A ratio at its bound is a constant.
+    # Zeros with the gradients dl and dlog r. A ratio at its bound is a constant.
     d_logp, bounded = tokens.logps - tokens.logps.detach(), log_ratio >= MAX_LOG_RATIO
     if config.ratio_level == "token" or config.loss.token_gradient:
         return ratio * (kl + torch.where(bounded, slope, total) * d_logp)
@@ -287,7 +287,7 @@ def aggregation_weights(
 ) -> Tensor:
     """The weight of each token in the loss, `[N]`, from `mask [N]` of 0 and 1 in a float dtype.
 
-    `count`: the tokens that are not masked, 0-d. A denominator of 0 belongs to no token, and is 1.
+    `count`: the unmasked tokens, 0-d. A denominator of 0 becomes 1.
     """
     aggregation, items = config.effective_aggregation, num_items
     if items is None:

@@ -1,4 +1,4 @@
-"""The tokens of a call: the constants that came in, and what a loss sees of them."""
+"""The tokens of a call: its constants, and the view of them that a loss gets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..base.sequences import Sequences
 
-# Largest log-ratio: e^80 is far beyond any use, and still no infinity that 0 turns into NaN.
+# Largest log-ratio: e^80 is far beyond any use, and finite, so that its product with 0 is 0.
 MAX_LOG_RATIO = 80.0
 _LATER: Any = None  # comes with the log-probs
 
@@ -21,19 +21,19 @@ _LATER: Any = None  # comes with the log-probs
 class Tokens:
     """The tokens of a loss, flat `[N]`: constants first, then with their log-probs.
 
-    A loss sees them with log-probs, and with zeros where the mask is 0. `logps` and `entropy` then
-    carry gradients; the rest are constants.
+    A loss gets them with log-probs, and with zeros where the mask is 0. `logps` and `entropy` then
+    have gradients; the rest are constants.
 
     Attributes:
         weights: the weight w of each token in the loss (`objective.py`).
         count: the number of unmasked tokens, 0-d.
         unmasked: bool; None: every token counts.
-        old_logps: None where none were given; a loss then sees `logps`, detached.
-        importance_sampling_weights: of `is_correction`; None until all that they need is known.
+        old_logps: None if the caller passed none; a loss then gets `logps`, detached.
+        importance_sampling_weights: of `is_correction`; None until their log-probs are known.
         ce_weights: of the cross-entropy term (`cross_entropy.py`), at masked tokens too.
         kl: the exact KL of each token, which comes with the log-probs.
-        entropy: None where `grpo_loss` was given none.
-        is_token_local: seen by a loss that says so: there are no sequences.
+        entropy: None if `grpo_loss` was called without.
+        is_token_local: True for a loss that declares `token_local`, which gets no sequences.
     """
 
     advantages: Tensor
@@ -51,7 +51,7 @@ class Tokens:
     entropy: Tensor | None = None
     is_token_local: bool = False
 
-    def per_token(self) -> dict[str, Any]:
+    def token_constants(self) -> dict[str, Any]:
         """The constants with a number per token, by name."""
         names = (
             "advantages", "weights", "old_logps", "ref_logps", "sampling_logps",
@@ -61,13 +61,13 @@ class Tokens:
 
     def at(self, rows: Tensor | slice) -> Tokens:
         """The constants of `rows`, masked only with a cross-entropy, without sequences."""
-        values = {name: x[rows] for name, x in self.per_token().items()}
+        values = {name: x[rows] for name, x in self.token_constants().items()}
         unmasked = None if self.ce_weights is None else self.unmasked
         unmasked = None if unmasked is None else unmasked[rows]
         return replace(self, **values, unmasked=unmasked, sequences=None)
 
     def with_logps(self, logps: Tensor, entropy: Tensor | None) -> Tokens:
-        """The tokens as a loss sees them."""
+        """The tokens as a loss gets them."""
         clean = self._clean
         logps = clean(logps)
         return replace(
@@ -82,7 +82,7 @@ class Tokens:
 
     def _clean(self, x: Any) -> Any:
         """The values with zeros where the mask is 0; None stays."""
-        # Select before any exp: a masked token may hold anything, and inf * 0 is NaN.
+        # Before any exp: a masked token may hold anything, and inf * 0 is NaN.
         if x is None or self.unmasked is None:
             return x
         return torch.where(self.unmasked, x, 0.0)
@@ -100,7 +100,7 @@ class Tokens:
 
     @property
     def ratio(self) -> Tensor:
-        """`exp(log_ratio)`, finite whatever came."""
+        """`exp(log_ratio)`, always finite."""
         return bounded_exp(self.log_ratio)
 
     def sequence_sum(self, x: Tensor) -> Tensor:
@@ -132,21 +132,21 @@ class Tokens:
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """The exponential, finite whatever came."""
+    """The exponential, always finite."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def total_variation(q_logps: Tensor, p_logps: Tensor) -> Tensor:
-    """|q - p| of each token's probability: the distance of it and the rest as two outcomes."""
+    """|q - p| of each token's probability: the total variation of the token and the rest."""
     return (q_logps.exp() - p_logps.exp()).abs()
 
 
 def binary_kl(q_logps: Tensor, p_logps: Tensor) -> Tensor:
     """KL(q || p) of each token and the rest of the vocabulary as two outcomes, in nats."""
-    # A rest of 0 is one of the least probability that there is.
+    # A rest of 0 counts as the smallest positive probability.
     least = math.log(torch.finfo(q_logps.dtype).tiny)
     q_rest, p_rest = (
         (-torch.expm1(x.clamp(max=0.0))).log().clamp(min=least) for x in (q_logps, p_logps)
     )
-    own = q_logps.exp() * (q_logps - p_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return own + q_rest.exp() * (q_rest - p_rest)
+    token_part = q_logps.exp() * (q_logps - p_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return token_part + q_rest.exp() * (q_rest - p_rest)

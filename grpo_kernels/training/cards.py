@@ -1,4 +1,4 @@
-"""GPUs by their data sheets, and the time that a step takes on one: the second half of `memory`."""
+"""GPUs by their data sheets, and the time that a step takes on a GPU, for `memory`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 # Assumed share of a data sheet's FLOP/s and bytes/s that a run sustains.
 SUSTAINED = 0.6
-# Seconds per layer and token in which `generate` of transformers keeps a GPU waiting: 0.69 ms on
-# one core of a server, for models of 24 and 48 layers so small that their products take no time.
+# Seconds per layer and token that a GPU waits for `generate` of transformers: 0.69 ms on one core
+# of a server, for models of 24 and 48 layers whose GEMMs take no time.
 HOST_SECONDS = 7e-4
 
 
@@ -22,8 +22,8 @@ class Card(NamedTuple):
     gb_per_s: float  # of its memory
 
 
-# NVIDIA's figures, as public tables repeat them: of the SXM cards where there are several. Error
-# correction takes a sixteenth of the memory of T4, L4, A10G and L40S.
+# NVIDIA's figures from public tables, for SXM cards if there are several kinds. Error correction
+# takes a sixteenth of the memory of T4, L4, A10G and L40S.
 CARDS = {
     "t4": Card(15, 65, 8.1, 320),
     "l4": Card(22.5, 121, 30.3, 300),
@@ -42,16 +42,16 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of a step in one process, and what it waits for."""
+    """Operations of a step in one process, and its time on the host."""
 
-    updates: Mapping[str, int]  # FLOPs of GEMMs, by what is computed
+    updates: Mapping[str, int]  # FLOPs of GEMMs, by part
     sampling: int  # FLOPs of GEMMs
     reads: int  # bytes, while sampling
     host_seconds: float  # while sampling
     half: bool  # whether GEMMs have 16 bits
 
     def seconds(self, card: Card) -> dict[str, float]:
-        """Returns the seconds of a step on the card, by what is computed."""
+        """Returns the seconds of a step on the card, by part."""
         rate = SUSTAINED * 1e12 * (card.tflops if self.half else card.tflops_fp32)
         by_memory = self.reads / (SUSTAINED * 1e9 * card.gb_per_s)
         return {

@@ -1,4 +1,4 @@
-"""Checks of a run before a model is loaded: of options, folder, launch, host and problems."""
+"""Checks of a run's options, folder, launch, host and problems, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .problems.answers import is_correct as answer_is_correct
 from .problems.data import Problem
 from .problems.rewards import Reward, RewardFunction, check_rewards, resolve_rewards
 from .run import checkpoint, logs, ranks
-from .run.lock import is_locked, is_taken
+from .run.lock import in_use_message, is_locked
 from .sampling.completions import check_has_logps
 
 
 def start(config: TrainingConfig, *, own_rollout: bool = True) -> Accelerator:
-    """Sets up the processes, and refuses what options, folder, launch and host decide.
+    """Sets up the processes, and checks options, folder, launch and host.
 
-    `own_rollout`: a rollout of the user's may sample, not the option's.
+    `own_rollout`: the user's rollout may sample instead of the option's.
 
     Raises:
-        FileExistsError: the run's folder has another run in it, or one that trains.
+        FileExistsError: the run's folder has another run in it, or a run that trains now.
         ImportError: a package that the options need is not installed.
-        ValueError: the run that is to go on had other options, this number of processes does not
-            suit them, the launch shards the weights, a model's name is not one, or vLLM has none
-            of an option on this host.
+        ValueError: the run to resume had other options, this number of processes does not suit
+            them, the launch shards the weights, a model's name is not valid, or vLLM does not
+            support an option on this host.
     """
     begun = check_folder(config)
     check_model_name("model", config.model)
@@ -65,32 +65,31 @@ def checked_rewards(
     """The reward functions of a run, after a check of the columns that they need.
 
     Raises:
-        ValueError: names the problem, or the function.
+        ValueError: the message names the problem, or the function.
     """
     rewards, by_text = resolve_rewards(config.rewards, own), is_correct is answer_is_correct
     if any(problem.get("answer") is None for problem in held_out):
         raise ValueError("held_out: expected an answer in every problem, to compare with")
-    check_rewards(rewards, train, "train", compared=by_text and have_answers(train))
-    check_rewards(rewards, held_out, "held_out", compared=by_text)
+    check_rewards(rewards, train, "train", needs_answer=by_text and have_answers(train))
+    check_rewards(rewards, held_out, "held_out", needs_answer=by_text)
     return rewards
 
 
 def have_answers(problems: Sequence[Problem]) -> bool:
-    """True if every problem has an answer."""
     return all(problem.get("answer") is not None for problem in problems)
 
 
 def check_folder(config: TrainingConfig) -> dict[str, Any] | None:
-    """Refuses a folder with a trained run in it, unless that run is to go on with its options.
+    """Refuses a folder with a trained run in it, unless that run is resumed with its options.
 
-    Returns the state of the checkpoint from which it goes on, if there is one.
+    Returns the state of the checkpoint to resume from, if there is one.
     """
     folder, log = config.folder, config.folder / "metrics.jsonl"
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise PermissionError(f"output: {there} is not a folder that can be written to")
     if ranks.is_first_process() and is_locked(folder):
-        raise FileExistsError(is_taken(folder))
+        raise FileExistsError(in_use_message(folder))
     begun, finished = checkpoint.latest(folder), (folder / "model").exists()
     if config.resume and begun:
         state = checkpoint.state_of(begun)
@@ -110,7 +109,7 @@ def check_folder(config: TrainingConfig) -> dict[str, Any] | None:
 
 
 def check_model_name(option: str, name: str) -> None:
-    """Refuses a folder that is not there, or has no model: that of a run is one."""
+    """Refuses a folder that does not exist, or has no model, such as a run's folder."""
     folder = Path(name)
     if (folder / logs.TRAINED_ON).exists():
         way = f"pass {folder / 'model'}" if (folder / "model").exists() else "it saved no model"
@@ -122,12 +121,12 @@ def check_model_name(option: str, name: str) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """True for a folder of adapters, as a run with LoRA saves one."""
+    """True for a folder of adapters, as a run with LoRA saves."""
     return (Path(name) / "adapter_config.json").exists()
 
 
 def check_host(config: TrainingConfig, on_cpu: bool) -> None:
-    """Refuses a vLLM that is not installed, and what it does not have on a CPU."""
+    """Refuses vLLM if it is not installed, and options that it does not support on a CPU."""
     for name in ("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"):
         if on_cpu and getattr(config, name) != getattr(TrainingConfig, name):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Options from flags, or from a YAML file and flags after it; errors of a command's user."""
+"""Options from flags, or from a YAML file and flags after it; and messages for user errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _GROUPS = {
     "epochs_per_rollout": "Updates", "output": "Logs and checkpoints",
 }  # fmt: skip
 TRACEBACK = "Show where in Python an error was raised."
-# Seconds in which a launcher has ended the other processes of a command.
+# Seconds within which a launcher ends the other processes of a command.
 _ENDED_S = 20.0
 _CLIPPING = ("epsilon", "epsilon_high", "delta")  # most losses have these
 _COMMAND, _SOME_LOSSES = "This command", "Options of some loss types only"
@@ -54,13 +54,9 @@ def parse_config(
 ) -> TrainingConfig:  # fmt: skip
     """Reads options from flags, or from one YAML file and flags that override it.
 
-    A run's `config.json` is such a file, too. Exits with the reason on standard error, as
-    `argparse` does.
-
-    Args:
-        argv: flags, after the YAML file if there is one; None: the process's.
-        kind: `TrainingConfig`, or a dataclass with more options.
-        defaults: options in the place of the defaults of `kind`.
+    A run's `config.json` is such a file, too. Exits like `argparse`, with the reason on standard
+    error. `kind`: `TrainingConfig`, or a dataclass with more options, whose defaults `defaults`
+    replace. `argv` None: the process's.
     """
     parser = _parser(kind, defaults)
     flags = [
@@ -78,15 +74,15 @@ def parse_config(
 
 @contextmanager
 def user_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
-    """Ends the command with status 2 and an error's text, if the block raises one of its user's.
+    """Ends the command with status 2 and the text of a user error that the block raises.
 
-    `--traceback` in `argv`, or among the flags of the process, shows where it was raised.
+    `--traceback` in `argv`, or among the flags of the process, shows the traceback.
     """
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
         if not ranks.is_first_process():
-            # The launcher ends the others once the first has ended: each would print the same.
+            # Otherwise each process would print the error; the launcher ends them after the first.
             time.sleep(_ENDED_S)
         if "--traceback" in (sys.argv[1:] if argv is None else argv):
             traceback.print_exc()
@@ -97,7 +93,7 @@ def user_errors(argv: Sequence[str] | None = None) -> Iterator[None]:
 
 
 class _Help(DefaultHelpFormatter):
-    """Help with defaults, without the types in Python's words."""
+    """Help with defaults, without Python types."""
 
     def _get_help_string(self, action: Action) -> str:
         text = super()._get_help_string(action).replace("type: %(type)s, ", "")
@@ -105,7 +101,7 @@ class _Help(DefaultHelpFormatter):
 
 
 class _Parser(ArgumentParser):
-    """A parser that says, of a name it does not have, which one may be meant."""
+    """A parser that suggests an option for an unknown name."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         known = [flag[2:] for action in self._actions for flag in action.option_strings]
@@ -121,7 +117,7 @@ class _Parser(ArgumentParser):
 
 
 def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentParser:
-    """The parser of all options, in groups; `defaults` overrule the defaults of `kind`."""
+    """The parser of all options, in groups; `defaults` override the defaults of `kind`."""
     set_loader("yaml_1.2", lambda text: _loaded(text, lists_of(kind)), (YAMLError,))
     usage = "%(prog)s [FILE.yaml] [--OPTION VALUE ...]"
     spec = sys.modules["__main__"].__spec__  # of `python -m`, None of a script
@@ -161,7 +157,7 @@ def _parser(kind: type[TrainingConfig], defaults: dict[str, Any]) -> ArgumentPar
 
 
 def _loaded(text: str, lists: Sequence[str]) -> Any:
-    """Reads YAML; one value of an option that is a list is a list of one, as it is of a flag."""
+    """Reads YAML; one value of a list option is a list of one, as for a flag."""
     loaded = YAML(typ="safe", pure=True).load(text)
     if isinstance(loaded, dict):
         return {name: as_list(x) if name in lists else x for name, x in loaded.items()}
@@ -169,7 +165,7 @@ def _loaded(text: str, lists: Sequence[str]) -> Any:
 
 
 def _titles(kind: type[TrainingConfig]) -> dict[str, str]:
-    """The title, by option, of its group in `--help`."""
+    """The title of each option's group in `--help`."""
     titles, title = dict[str, str](), ""
     for name in TrainingConfig.__annotations__:
         titles[name] = title = _GROUPS.get(name, title)

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
-from ..base.checks import names_are_answered, plain_numbers
+from ..base.checks import convert_numbers, suggests_names
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, OwnLoss
 
@@ -25,17 +25,17 @@ from ..loss.losses import LOSSES, Loss, OwnLoss
 DTYPES = {"mixed": "float32", "fp32": "float32", "bf16": "bfloat16"}
 
 
-@names_are_answered
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(GRPOLossConfig):
     """A training run and its loss, validated when made, before anything is loaded.
 
     `python -m grpo_kernels.training --help` lists every option with its unit and default. In Python
-    `loss_type` may be an instance of a loss class as well, or a callable; `config.json` and
+    `loss_type` may also be an instance of a loss class, or a callable; `config.json` and
     checkpoints have its `repr`.
 
     Raises:
-        ValueError, TypeError: names the option, what was expected and what came.
+        ValueError, TypeError: naming the option, what was expected and what came.
     """
 
     # Model
@@ -169,7 +169,7 @@ class TrainingConfig(GRPOLossConfig):
     """Seed of all random numbers."""
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        convert_numbers(self)
         self._take_shorthand()
         loss_options = {*GRPOLossConfig.__dataclass_fields__} - {"max_completion_length"}
         for name, hint in get_type_hints(type(self)).items():
@@ -214,7 +214,6 @@ class TrainingConfig(GRPOLossConfig):
         return loss
 
     def loss_config(self) -> GRPOLossConfig:
-        """The config of the loss alone."""
         options = {option.name: getattr(self, option.name) for option in fields(GRPOLossConfig)}
         if isinstance(self.loss_type, str) and (":" in self.loss_type or self.loss_options):
             options["loss_type"] = self.loss
@@ -223,21 +222,20 @@ class TrainingConfig(GRPOLossConfig):
         return GRPOLossConfig(**options)
 
     def as_json(self) -> dict[str, Any]:
-        """The options by name, as JSON takes them."""
+        """The options by name, as JSON values."""
         return _through_json({option.name: getattr(self, option.name) for option in fields(self)})
 
     @classmethod
     def default_json(cls) -> dict[str, Any]:
-        """The defaults of the options by name, as JSON takes them."""
+        """The defaults of the options by name, as JSON values."""
         return _through_json(defaults_of(cls))
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
         return Path(self.output)
 
     def in_new_folder(self) -> TrainingConfig:
-        """The config with a folder that is not there yet, `output-2` say, unless resumed."""
+        """The config with a folder that does not exist yet, such as `output-2`, unless resumed."""
         number, config = 1, self
         while not self.resume and config.folder.exists():
             number += 1
@@ -260,12 +258,12 @@ class TrainingConfig(GRPOLossConfig):
 
     @property
     def longest_completion(self) -> int:
-        """Tokens in a completion, of an evaluation too, at most."""
+        """The largest number of tokens in a completion, evaluations included."""
         return max(self.max_completion_length, self.eval_max_completion_length or 0)
 
     @property
     def truncates(self) -> bool:
-        """True if `top_k`, `top_p` or `min_p` truncate the distribution that is sampled from."""
+        """True if `top_k`, `top_p` or `min_p` truncate the sampled distribution."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
@@ -279,7 +277,7 @@ class TrainingConfig(GRPOLossConfig):
             raise ValueError(f"{name}: expected {expected}; got {getattr(self, name)!r}")
 
     def _take_shorthand(self) -> None:
-        """Expands `~` in paths; makes one value where a list is wanted a list of one."""
+        """Expands `~` in paths; makes one value of a list option a list of one."""
         for name in ("model", "ref_model", "dataset", "output"):
             if isinstance(value := getattr(self, name), str):
                 object.__setattr__(self, name, os.path.expanduser(value))
@@ -287,7 +285,6 @@ class TrainingConfig(GRPOLossConfig):
             object.__setattr__(self, name, as_list(getattr(self, name)))
 
     def _check_values(self) -> None:
-        """Refuses values out of their range."""
         require, n = self.require, vars(self)
         require("model", self.model, "a hub name or a folder")
         require("output", self.folder.name not in ("", ".."), "a folder with a name")
@@ -333,7 +330,6 @@ class TrainingConfig(GRPOLossConfig):
                     self._refuse(name, f"has no effect without {needed}: set both, or neither")
 
     def _check_together(self) -> None:
-        """Refuses options that do not go together."""
         for name, other, is_set, why in (
             ("sync_ref_every", "lora_rank", self.lora_rank,
              "has the model without adapters as its reference"),
@@ -352,7 +348,6 @@ class TrainingConfig(GRPOLossConfig):
 
 
 def defaults_of(kind: type[TrainingConfig]) -> dict[str, Any]:
-    """The defaults of options, by name."""
     return {
         option.name: option.default if option.default_factory is MISSING
         else option.default_factory()
@@ -364,7 +359,6 @@ DEFAULTS = defaults_of(TrainingConfig)
 
 
 def lists_of(kind: type[TrainingConfig]) -> list[str]:
-    """The names of the options that are lists."""
     return [name for name, hint in get_type_hints(kind).items() if get_origin(hint) is list]
 
 
@@ -374,7 +368,7 @@ def as_list(value: Any) -> Any:
 
 
 def imported(option: str, name: str) -> Callable[..., Any]:
-    """The function of `module:function`: of a module in this folder, else of an installed one.
+    """The function of `module:function`, from a module in this folder or an installed module.
 
     Raises:
         ValueError: there is no such module, it failed, or has no such function.
@@ -393,12 +387,12 @@ def imported(option: str, name: str) -> Callable[..., Any]:
 
 
 def _through_json(options: dict[str, Any]) -> dict[str, Any]:
-    """The options as JSON has them when they are read again: a tuple is a list."""
+    """The options after a round trip through JSON: a tuple becomes a list."""
     as_read: dict[str, Any] = json.loads(json.dumps(options, default=_as_text))
     return as_read
 
 
 def _as_text(value: Any) -> str:
-    """The text of a value that JSON does not have, without addresses, which no two runs share."""
+    """The text of a value that JSON does not support, without addresses, which differ per run."""
     text = str(value) if isinstance(value, Path) else repr(value)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)

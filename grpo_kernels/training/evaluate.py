@@ -3,8 +3,8 @@
     python -m grpo_kernels.training.evaluate RUN_FOLDER [--model NAME] [--problems FILE]
 
 The command answers each problem as the run's evaluations do, and by several samples. Prompts,
-rewards and sampling are the run's, from its `config.json`. No problem that the run trains on is
-answered. Answers and a page are in a new folder, RUN_FOLDER/evaluations/NUMBER.
+rewards and sampling are as in the run's `config.json`. Problems that the run trains on are skipped.
+Answers and a page are written to a new folder, RUN_FOLDER/evaluations/NUMBER.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .sampling.completions import vocabulary_of
 from .sampling.rollout import Sampler
 from .step.policy import Policy
 
-# Options of a run that say how problems are answered and judged.
+# Options of a run for answering and judging problems.
 _OF_THE_RUN = (
     "dtype", "chat", "system_prompt", "max_prompt_length", "rewards",
     "reward_weights", "prompts_per_step", "num_generations", "max_completion_length",
@@ -66,30 +66,30 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Answers each problem `count` times; processes share the work.
 
-    `temperature`: None is `config.eval_temperature`. Answers of a problem are neighbors.
+    `temperature`: None is `config.eval_temperature`. Answers of a problem are consecutive.
     """
     temperature = config.eval_temperature if temperature is None else temperature
     length = config.eval_max_completion_length
     world, rank = accelerator.num_processes, accelerator.process_index
     each = math.ceil(len(problems) / world)
-    # Equally many per process; the first problems fill up the last process, and are cut at the end.
+    # Equally many per process; the first problems pad the last process, and are cut at the end.
     local = [problems[i % len(problems)] for i in range(rank * each, (rank + 1) * each)]
     size = max(1, config.prompts_per_step // world * config.num_generations // count)
     labels, answers, late = [reward.label for reward in rewards], [], 0
     for start in range(0, each, size):
-        asked = deepcopy(local[start : start + size])  # which observers may change
-        some = [problem for problem in asked for _ in range(count)]
-        completions = sampler(asked, count, temperature, length=length)
-        judged = judge(accelerator, rewards, is_correct, some, None, **sampler.written(completions))
+        batch = deepcopy(local[start : start + size])  # which observers may change
+        some = [problem for problem in batch for _ in range(count)]
+        completions = sampler(batch, count, temperature, length=length)
+        judged = judge(accelerator, rewards, is_correct, some, None, **sampler.decoded(completions))
         late += judged.timed_out
         totals = weighted_sum(judged.rewards, config.reward_weights).tolist()
         for i, problem in enumerate(some):
-            text, whole = judged.texts[i], judged.transcripts[i]
+            text, transcript = judged.texts[i], judged.transcripts[i]
             values = judged.rewards[i].tolist()
             answers.append({
-                "prompt": problem["prompt"], "completion": whole,
+                "prompt": problem["prompt"], "completion": transcript,
                 "answered": extract_answer(text),
-                **({} if text == whole else {"sampled": text}), "answer": problem["answer"],
+                **({} if text == transcript else {"sampled": text}), "answer": problem["answer"],
                 "correct": judged.correct[i], "ended": completions[i].ended,
                 "reward": totals[i], "rewards": dict(zip(labels, values, strict=True)),
             })  # fmt: skip
@@ -148,7 +148,7 @@ def _check_run(folder: Path) -> None:
 
 
 def _config(folder: Path, flags: argparse.Namespace, say: Callable[[str], None]) -> TrainingConfig:
-    """Options of an evaluation: the run's, overruled by the flags."""
+    """Options of an evaluation: the run's, overridden by the flags."""
     options = logs.read_json(folder / "config.json")
     model = flags.model or str(folder / "model")
     if not flags.model and not Path(model).exists():
@@ -179,7 +179,7 @@ def _not_scored(prompts: Sequence[Any], **_: Any) -> list[None]:
 def _rewards(
     config: TrainingConfig, own: Mapping[str, Reward] | None, say: Callable[[str], None]
 ) -> list[RewardFunction]:
-    """The run's reward functions; one that is not found from here scores nothing."""
+    """The run's reward functions; a function that cannot be imported scores nothing."""
     known = dict(own or {})
     for name in config.rewards:
         try:
@@ -191,7 +191,7 @@ def _rewards(
 
 
 def _new_folder(folder: Path, output: Path | None) -> Path:
-    """Makes a folder that no other evaluation has, even one that starts at the same time."""
+    """Makes a new folder, also if another evaluation starts at the same time."""
     if output is not None:
         output.mkdir(parents=True)
         return output
@@ -211,7 +211,7 @@ def main(
 ) -> Path:  # fmt: skip
     """Evaluates a run's model; returns the folder of the results.
 
-    `rewards` and `is_correct`: as the run's `Trainer` got them in Python.
+    `rewards` and `is_correct`: as passed to the run's `Trainer` in Python.
     """
     say = print_above if ranks.is_first_process() else lambda _: None
     with user_errors(argv):
@@ -222,9 +222,9 @@ def main(
         problems = problems_to_answer(flags.run, flags.problems, config, say)
         functions = _rewards(config, rewards, say)
         by_text = is_correct is answer_is_correct
-        check_rewards(functions, problems, str(path), compared=by_text)
-        if by_text and (own := logs.read_json(flags.run / TRAINED_ON)["is_correct"]):
-            say(f"The run counts answers by its own {own}, this command by the library's rule")
+        check_rewards(functions, problems, str(path), needs_answer=by_text)
+        if by_text and (name := logs.read_json(flags.run / TRAINED_ON)["is_correct"]):
+            say(f"The run counts answers by its own {name}, this command by the library's rule")
         accelerator = ranks.make_accelerator(config)
         tokenizer = load_tokenizer(config)
         model = load_for_inference("model", config.model, config)
@@ -261,7 +261,6 @@ def _sampler(
     model: Any, tokenizer: Any, encode: PromptEncoder, config: TrainingConfig,
     accelerator: Accelerator,
 ) -> Sampler:  # fmt: skip
-    """A sampler from the model."""
     set_pad_token(tokenizer, model)
     policy = Policy.from_config(model.to(accelerator.device).eval(), config)
     rollout = make_rollout(config, policy, tokenizer, accelerator)

@@ -26,8 +26,8 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
     """Loads the model, in which only trained parameters require gradients, and the tokenizer.
 
     Raises:
-        FileExistsError, ImportError, ValueError: as `start`, or the tokenizer has no template for
-            `chat` or other tokens than that of `ref_model`; no model is loaded then.
+        FileExistsError, ImportError, ValueError: as `start`; or the tokenizer has no template for
+            `chat`, or other tokens than the tokenizer of `ref_model`. Then no model is loaded.
         OSError: there is no such model, or the hub was not reached.
     """
     start(config)
@@ -94,7 +94,7 @@ def _pretrained(option: str, model: str, config: TrainingConfig) -> Any:
 
 @contextmanager
 def explain_missing_model(model: str, option: str = "model") -> Iterator[None]:
-    """If a model is not found, adds to the error what works without the hub."""
+    """Adds to the error of a missing model what works without the hub."""
     try:
         yield
     except OSError as error:
@@ -106,7 +106,7 @@ def explain_missing_model(model: str, option: str = "model") -> Iterator[None]:
 
 
 def set_trainable(model: Any, config: TrainingConfig) -> nn.Module:
-    """Adds adapters if there are to be any, which freezes the rest."""
+    """Adds adapters if the options have any, which freezes the model's weights."""
     if config.lora_rank:
         model = _with_adapters(model, config)
     if config.gradient_checkpointing:
@@ -134,7 +134,7 @@ def check_names(model: nn.Module) -> None:
     """Refuses a model whose weights would be saved under names that `from_pretrained` ignores.
 
     Raises:
-        ValueError: it was compiled, or a part of it.
+        ValueError: the model, or a part of it, was compiled.
     """
     name = next((name for name, _ in model.named_parameters() if "_orig_mod." in name), None)
     if name is not None:
@@ -164,7 +164,6 @@ def set_pad_token(tokenizer: Any, model: Any) -> None:
 def make_rollout(
     config: TrainingConfig, policy: nn.Module, tokenizer: Any, accelerator: Accelerator
 ) -> Rollout:
-    """The rollout that `config.rollout` names."""
     if config.rollout == "vllm":
         from .sampling.vllm_rollout import VLLMRollout
 
@@ -178,7 +177,7 @@ def prepared(
 ) -> tuple[Any, Any]:
     """The policy and its optimizer, wrapped for the processes.
 
-    `prompt`: some tokens, by which the head is found to make the model's own logits.
+    `prompt`: some tokens, on which the head is compared with the model's logits.
     """
     policy = without_dropout(Policy.from_config(model, config))
     ids = torch.tensor([prompt], dtype=torch.int64, device="cpu")
@@ -191,7 +190,7 @@ def prepared(
     )
     policy, optimizer = accelerator.prepare(policy, optimizer)
     if isinstance(policy, DistributedDataParallel):
-        # No buffer of a language model changes. Broadcasts in a forward would leave the others
-        # waiting where one process fails.
+        # No buffer of a language model changes. With broadcasts in a forward, other processes would
+        # wait for a process that failed.
         policy.broadcast_buffers = False
     return policy, optimizer

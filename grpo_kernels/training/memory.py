@@ -4,9 +4,9 @@ r"""Will it fit, and how long will it take? Predicts both from the model's confi
     python -m grpo_kernels.training.memory --model Qwen/Qwen2.5-1.5B --num-generations 8 \
         --max-completion-length 1024 --dtype bf16 [--lora-rank 16] [--processes 8 | --cpu]
 
-The command takes the options of a run. Of the model it needs the config alone, from the hub or a
-folder with a config.json. The model is built without memory; its forward and backward on a
-micro-batch are counted, the bytes that are kept and the floating-point operations of GEMMs.
+The command takes the options of a run. It needs only the model's config, from the hub or a folder
+with a config.json. It builds the model without memory and counts the saved bytes and the FLOPs of
+GEMMs in its forward and backward on a micro-batch.
 
     updates  = (micro-batches * epochs_per_rollout * FLOPs(layers, forward and backward)
                 + 2 * tokens * V * H * GEMMs of the head + forwards that score) / (FLOP/s)
@@ -14,8 +14,8 @@ micro-batch are counted, the bytes that are kept and the floating-point operatio
                + tokens of a completion * layers * time of the host, for `generate`
 
 For each token of a completion the GPU reads weights, keys, values and logits. Every prompt and
-completion counts as long as it may be. Attention scores, elementwise work, the optimizer,
-communication, rewards and evaluations are left out.
+completion counts with its largest length. Attention scores, elementwise work, the optimizer,
+communication, rewards and evaluations are ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .command_line import parse_config, user_errors
 from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, set_trainable
 from .sampling.vllm_rollout import kv_cache_bytes
-from .step.policy import Batch, Policy, without_values
+from .step.policy import Batch, Policy, fake_cpu_tensors
 
 GIB = 2**30
 
@@ -51,9 +51,9 @@ class Prediction:
     weights: int
     gradients: int
     optimizer: int
-    buckets: int  # DDP's, in which gradients are averaged: a copy of them
+    buckets: int  # DDP's, a copy of the gradients
     reference: int
-    activations: int  # kept by the body's forward for the backward of a micro-batch
+    activations: int  # saved by the body's forward for the backward of a micro-batch
     activation_gradients: int  # of activations, while they are needed
     head: int  # this library's head, in that micro-batch
     accumulates: bool  # whether gradients are held during a forward
@@ -63,9 +63,9 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """The most, while sampling, while the head works, or in the backward of the body."""
+        """The largest sum: while sampling, in the head, or in the backward of the body."""
         working = self.activations + max(self.head, self.activation_gradients)
-        # The backward makes gradients as it frees activations, if there are none yet.
+        # The first backward allocates gradients while it frees activations.
         both = self.gradients + working if self.accumulates else max(self.gradients, working)
         sampling = self.kv_cache + self.sampling_logits
         always = self.weights + self.optimizer + self.buckets + self.reference
@@ -97,14 +97,9 @@ def predict(
     config: TrainingConfig, model_config: Any, *, gpu: bool = True, card: Card | None = None,
     processes: int = 1,
 ) -> Prediction:  # fmt: skip
-    """Predicts one process of a run, with prompts and completions as long as they may be.
+    """Predicts one process of a run, with prompts and completions of their largest lengths.
 
-    Args:
-        config: the run's options.
-        model_config: transformers' config of the model.
-        gpu: whether it runs on one.
-        card: the GPU of each process, if it is known.
-        processes: how many share the prompts of a step.
+    `processes` share the prompts of a step; each has the GPU `card`, if known.
     """
     with torch.device("meta"):
         model = _model(config, model_config)
@@ -119,7 +114,7 @@ def predict(
     prompts = -(-step.rows // config.num_generations) if policy.shares_prompts else step.rows
     tokens = prompts * config.max_prompt_length + step.rows * config.max_completion_length
     if config.gradient_checkpointing:
-        # The input of each layer, and the activations of one layer, recomputed.
+        # The input of each layer, and the recomputed activations of one layer.
         activations = layers * tokens * H * step.width + activations // layers
         backward += forward
     generates = config.rollout == "generate"  # or vLLM does, in its share of the card
@@ -133,7 +128,7 @@ def predict(
         buckets=gradients if processes > 1 else 0,
         reference=(weights if config.ref_model else gradients) if has_reference else 0,
         activations=activations,
-        # In a layer's widest part: the gate and what it gates, for all tokens.
+        # In a layer's widest part: the gate, the up projection and their product, for all tokens.
         activation_gradients=3 * tokens * _widest(text) * step.width,
         head=_head_bytes(config, step, head.weight, gpu, card),
         accumulates=step.accumulates,
@@ -152,9 +147,8 @@ def predict(
 def _head_bytes(
     config: TrainingConfig, step: _Step, weight: torch.Tensor, gpu: bool, card: Card | None
 ) -> int:
-    """Returns the bytes that the head takes in a micro-batch."""
     (V, H), N = weight.shape, step.rows * config.max_completion_length
-    # In two passes over a frozen head: the gradient of each log-prob by its state, and the result.
+    # Two passes over a frozen head: the gradient of each log-prob by its state, and the result.
     by_states = 1 if weight.requires_grad or config.one_pass else 2
     # Logits, and on a GPU their gradient in half precision.
     most = (6 if gpu and step.width == 2 else 4) * N * V
@@ -167,7 +161,7 @@ def _head_bytes(
 def _flops(
     config: TrainingConfig, step: _Step, forward: int, backward: int, logits: int, gemms: int
 ) -> dict[str, int]:
-    """Returns the FLOPs of updates, from a micro-batch's layers and all logits."""
+    """Returns the FLOPs of updates by part, from a micro-batch's layers and all logits."""
     scored = (config.minibatches > 1) + (
         config.top_entropy_quantile < 1 and config.entropy_threshold is None
     )
@@ -181,10 +175,10 @@ def _flops(
 
 
 def _reads(config: TrainingConfig, step: _Step, model: nn.Module, text: Any, V: int) -> int:
-    """Returns the bytes that are read, and written as copies, while a step is sampled."""
+    """Returns the bytes read, and written as copies, while sampling a step."""
     T, cast = config.max_completion_length, 0
     if config.rollout == "generate":
-        # Autocast keeps its copy of a weight that is trained, and makes that of a frozen one anew.
+        # Autocast caches its copy of a trained weight, and copies a frozen weight in every call.
         cast = sum(
             _bytes(p) + step.width * p.numel()
             for p in model.parameters()
@@ -192,13 +186,13 @@ def _reads(config: TrainingConfig, step: _Step, model: nn.Module, text: Any, V: 
         )
     weights = step.width * sum(p.numel() for p in model.parameters()) + cast
     length = config.max_prompt_length + T // 2  # on average
-    # Four passes over float32 logits, as many as there are copies.
+    # Four passes over float32 logits, as many as copies.
     logits = 2 * 4 * 4 * step.sampled * V
     return T * (weights + kv_cache_bytes(text, step.sampled * length, step.width) + logits)
 
 
 def _widest(text: Any) -> int:
-    """Returns how many units a token has in the widest part of a layer."""
+    """Returns the number of units per token in the widest part of a layer."""
     dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     chosen = getattr(text, "num_experts_per_tok", None) or 1
     return max(dense, chosen * (getattr(text, "moe_intermediate_size", None) or dense))
@@ -209,16 +203,16 @@ def _model(config: TrainingConfig, model_config: Any) -> nn.Module:
 
     dtype = getattr(torch, DTYPES[config.dtype])
     model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
-    model.tie_weights()  # transformers 5.0 leaves them apart where there is no memory
+    model.tie_weights()  # transformers 5.0 does not tie weights without memory
     return set_trainable(model, config)
 
 
 def _counted(policy: Policy, config: TrainingConfig, rows: int, gpu: bool) -> tuple[int, int, int]:
-    """Returns bytes kept for the backward of the body, and FLOPs of its forward and backward.
+    """Returns bytes saved for the backward of the body, and FLOPs of its forward and backward.
 
-    The micro-batch of `rows` completions is of tensors without memory, computed by a CPU's kernels.
-    Those of a GPU keep the same for attention (queries, keys, values, output, log-sum-exp). Each
-    storage counts once. Nothing is recomputed in the backward.
+    The micro-batch of `rows` completions has no memory and runs CPU kernels; a GPU's save the same
+    for attention (queries, keys, values, output, log-sum-exp). Each storage counts once. Nothing is
+    recomputed in the backward.
     """
     P, T = config.max_prompt_length, config.max_completion_length
     prompts = -(-rows // config.num_generations)
@@ -233,7 +227,7 @@ def _counted(policy: Policy, config: TrainingConfig, rows: int, gpu: bool) -> tu
     if config.gradient_checkpointing:
         model.gradient_checkpointing_disable()
     with without_memory():
-        state = without_values(policy)
+        state = fake_cpu_tensors(policy)
         ids, ones = (
             torch.ones(n, m, dtype=torch.int64, device="cpu") for n, m in ((prompts, P), (rows, T))
         )
@@ -248,8 +242,8 @@ def _counted(policy: Policy, config: TrainingConfig, rows: int, gpu: bool) -> tu
         with backward:
             if hidden.requires_grad:
                 hidden.sum().backward()
-    own = {x.untyped_storage() for x in state.values()}
-    kept_bytes = sum(storage.nbytes() for storage in storages - own)
+    weights = {x.untyped_storage() for x in state.values()}
+    kept_bytes = sum(storage.nbytes() for storage in storages - weights)
     return kept_bytes, forward.get_total_flops(), backward.get_total_flops()
 
 
@@ -267,8 +261,8 @@ class Forecast(TrainingConfig):
 
     gpu: Literal["t4", "l4", "a10g", "3090", "4090", "5090", "l40s", "a6000", "a100", "h100",
                  "h200", "b200"] | None = None  # fmt: skip
-    """GPU of each process, to say whether the run fits (exit status 1 if not) and how long it
-    takes; a100 has 80 GB. None: another, with whose memory you compare the peak."""
+    """GPU of each process, to tell whether the run fits (exit status 1 if not) and how long it
+    takes; a100 has 80 GB. None: another GPU; compare the peak with its memory."""
     cpu: bool = False
     """Predict a run on a CPU."""
     processes: int = 1

@@ -39,7 +39,7 @@ from .run.lock import locked
 from .run.metrics import Clock
 from .run.observers import introduction, print_above
 from .run.run import Run
-from .run.schedule import every, place_of
+from .run.schedule import every, index_at_turn
 from .sampling.completions import Completion, vocabulary_of
 from .sampling.rollout import Rollout, Sampler
 from .step.explanations import Explanations
@@ -58,18 +58,18 @@ class Trainer:
     """GRPO for a causal language model.
 
     Args:
-        config: every number and name of the run.
-        model: a transformers or PEFT model; parameters that require a gradient are trained, and
-            others are frozen.
+        config: all options of the run.
+        model: a transformers or PEFT model; parameters that require a gradient are trained, others
+            are frozen.
         tokenizer: the model's.
         train: problems, dicts with a `prompt` (a string, or a chat's messages) and the columns that
             the reward functions want.
-        held_out: problems for the evaluations; problems of `train` with the same prompts are left
-            out.
+        held_out: problems for the evaluations; problems of `train` with the same prompts are
+            dropped.
         rewards: functions by name, for names in `config.rewards` that are not the library's.
         is_correct: takes a completion and its problem's answer; evaluations count by it.
-        rollout: takes the wrapped policy, returns a `Rollout`; None: `config.rollout`. To wrap that
-            one, set `trainer.rollout = Mine(trainer.rollout)`.
+        rollout: takes the wrapped policy, returns a `Rollout`; None: `config.rollout`. To wrap
+            that, set `trainer.rollout = Mine(trainer.rollout)`.
 
     `train()` runs it. The run's folder then has `config.json`, logs (`metrics.jsonl` with one row
     per step, samples, evaluations and answers), `held_out.jsonl`, `checkpoints/`, `report.html` and
@@ -111,9 +111,9 @@ class Trainer:
         )
         inputs = checkpoint.inputs_of(
             self.train_problems, self.held_out, tokenizer, model,
-            whole=[] if self.reference is None else self.reference.origin,
+            frozen=[] if self.reference is None else self.reference.origin,
         )  # fmt: skip
-        changing = checkpoint.Changing(
+        changing = checkpoint.TrainedState(
             accelerator.unwrap_model(self.policy), optimizer=self.optimizer,
             reference=self.reference if config.sync_ref_every else None, scaler=accelerator.scaler,
         )  # fmt: skip
@@ -135,10 +135,10 @@ class Trainer:
     ) -> Trainer:  # fmt: skip
         """Loads the problems and the model that the options name.
 
-        Whatever can be refused without a model is refused before one is loaded.
+        Options are checked before a model is loaded.
 
         Args:
-            config: every number and name of the run.
+            config: all options of the run.
             rewards: functions by name, as in `Trainer`.
             is_correct: takes a completion and its problem's answer, as in `Trainer`.
             load: returns the model and its tokenizer.
@@ -163,8 +163,8 @@ class Trainer:
 
         Args:
             on_step: called in every process with each step's row of metrics and its `Samples`,
-                before the step's checkpoint and evaluation. What it raises ends the run, after
-                a checkpoint.
+                before the step's checkpoint and evaluation. Its errors end the run, after a
+                checkpoint.
         """
         run, config = self.run, self.config
         with locked(self.accelerator, config.folder, run.warn), run.interruptions:
@@ -189,11 +189,11 @@ class Trainer:
         return config.folder
 
     def _step(self, on_step: OnStep | None) -> None:
-        """A step, then its checkpoint, before the last evaluation at the latest, and evaluation."""
+        """Runs a step, writes its checkpoint (the last before the evaluation), and evaluates."""
         run, config, problems = self.run, self.config, self.train_problems
         turns = range((run.step - 1) * config.prompts_per_step, run.step * config.prompts_per_step)
         row, samples = self.train_step(
-            [problems[place_of(turn, len(problems), config.seed)] for turn in turns]
+            [problems[index_at_turn(turn, len(problems), config.seed)] for turn in turns]
         )
         if self.reference is not None and every(config.sync_ref_every, run.step):
             self.reference.sync(self.policy)
@@ -210,8 +210,8 @@ class Trainer:
     def train_step(self, problems: Sequence[Problem]) -> tuple[dict[str, Any], Samples]:
         """Runs a rollout of these problems (of all processes) and the updates on it."""
         config, accelerator, run, sampler = self.config, self.accelerator, self.run, self.sampler
-        # A seed per step: a run that goes on from a checkpoint draws what it would have drawn.
-        set_seed(run.seed("step"))
+        # A seed per step: a resumed run draws the same.
+        set_seed(run.seed_of("step"))
         clock = run.clock = Clock(accelerator.device)
         self.metrics.clear()
         local = problems[accelerator.process_index :: accelerator.num_processes]
@@ -228,9 +228,9 @@ class Trainer:
         run.interruptions.check()
         minibatches = equal_parts(len(samples.texts), config.minibatches)
         with clock("score"):
-            scores = self._fitting(self.scorer.score, samples, minibatches)
+            scores = self._with_retry(self.scorer.score, samples, minibatches)
             if run.step == 1:
-                self._fitting(self.scorer.compare_roundings, samples)
+                self._with_retry(self.scorer.compare_roundings, samples)
         with clock("train"):
             sampler.weights_changed()
             updates = list[Update]()
@@ -240,7 +240,7 @@ class Trainer:
                     scores = replace(scores, old_logps=updates[0].logps)
         row = step_row(samples, labels, [x.metrics for x in updates], run)
         if accelerator.is_main_process:
-            explained = run.look_on("explain", self.explanations.of_step, row, samples, updates)
+            explained = run.call_observer("explain", self.explanations.write, row, samples, updates)
             row |= {"explained": explained} if explained else {}
         return row, samples
 
@@ -250,7 +250,7 @@ class Trainer:
         judged = judge(
             self.accelerator, self.rewards, self.is_correct if self.has_answers else None,
             [problem for problem in copies for _ in range(config.num_generations)], self.metrics,
-            **self.sampler.written(completions),
+            **self.sampler.decoded(completions),
         )  # fmt: skip
         total = weighted_sum(judged.rewards, config.reward_weights)
         return samples_of(
@@ -259,12 +259,12 @@ class Trainer:
         )  # fmt: skip
 
     def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
-        """The optimizer step of this number on the samples: on these rows, of every process."""
+        """Makes optimizer step `number` of the samples, on these rows of every process."""
         config, run = self.config, self.run
         rate = config.learning_rate_at((run.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        update = self._fitting(
+        update = self._with_retry(
             add_gradients, self.scorer, samples, scores, number, rows, self.sampler.sampler_dtype
         )
         scaler = self.accelerator.scaler  # where GEMMs are in float16
@@ -287,8 +287,8 @@ class Trainer:
         self.optimizer.zero_grad()
         return grad_norm
 
-    def _fitting(self, work: Callable[..., _T], *args: Any) -> _T:
-        """Does the work, in one process again in smaller micro-batches while memory runs out."""
+    def _with_retry(self, work: Callable[..., _T], *args: Any) -> _T:
+        """Calls `work`; a single process halves micro-batches and retries if memory runs out."""
         while True:
             try:
                 return work(*args)
@@ -297,7 +297,7 @@ class Trainer:
             self.run.halve_micro_batches()
 
     def _drop_gradients(self) -> None:
-        """Drops the gradients of a step that failed, perhaps within a backward."""
+        """Drops the gradients of a failed step, perhaps within a backward."""
         self.optimizer.zero_grad()
         if isinstance(self.policy, DistributedDataParallel):
             forget_forward(self.policy)
@@ -307,7 +307,7 @@ class Trainer:
         run = self.run
         if run.evaluated or not self.held_out:
             return False
-        set_seed(run.seed("evaluation"))
+        set_seed(run.seed_of("evaluation"))
         evaluation = evaluate(
             self.held_out, self.sampler, self.rewards, self.is_correct, self.config,
             self.accelerator,

@@ -63,7 +63,7 @@ head/products.py: test_products test_batch_invariant
 head/row_plan.py: test_plan
     order_of: ~group -> group
 head/plan.py: test_head_memory
-    HeadPlan.run: fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error) -> True
+    HeadPlan.run_with_retry: not ran_out_of_memory(error) -> True
 head/linear_logprobs.py: test_linear_logprobs
     _second_pass: and not_finite.numbers == [0] ->
 head/plan.py: test_support
@@ -76,7 +76,7 @@ fused_grpo_loss.py: test_cross_entropy
 head/linear_logprobs.py: test_linear_logprobs
     _second_pass: needed &= plan.tokens -> pass
 base/autograd.py: test_autograd
-    scaled_gradient: not fresh and graph_is_kept() -> False
+    scaled_gradient: not fresh and graph_is_retained() -> False
 head/support.py: test_support
     _target_offsets: place - begins -> place
 head/shards.py: ranks/test_vocab_parallel
@@ -107,7 +107,7 @@ kernels/triton_logits.py: test_backends
         -> tl.multiple_of(logits_ptr + row * stride_logits_n, 16)
     _load_logits: tl.minimum(capped, u + 3.4028234663852886e38) -> capped
     _store_logit_grads: , mask=mask_v) -> )
-    logit_grads_kernel: whole, V, row_grads -> whole - 1, V, row_grads
+    logit_grads_kernel: full, V, row_grads -> full - 1, V, row_grads
     block_of: min(launch.num_warps, block_v // 64) -> launch.num_warps
 kernels/triton_pairs.py: test_two_heads
     _add_pair: ref_model, mask_v -> ref_model, True
@@ -118,7 +118,7 @@ kernels/triton_divergences.py: test_two_heads
         -> tl.where(p > 0.0, p * (log_pm - mean), 0.0)
     _forward_moment: -p * (expm1(-d) + mean) -> -p * expm1(-d)
 kernels/triton_logits.py: test_logits
-    token_stats_kernel: tl.where(i == own, others, i) -> i
+    token_stats_kernel: tl.where(i == target_start, others, i) -> i
 kernels/triton_logits.py: test_batch_invariant
     _sum: if INVARIANT -> if False
 kernels/triton_logits.py: ptx/test_real_sizes

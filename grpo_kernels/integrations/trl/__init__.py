@@ -3,18 +3,17 @@
     from grpo_kernels.integrations.trl import FusedGRPOTrainer      # instead of GRPOTrainer
     trainer = FusedGRPOTrainer(model, reward_funcs=..., args=GRPOConfig(...), train_dataset=...)
 
-TRL's own code computes the loss and what it logs; it asks the model for log-probs and entropies,
-which here come from `attach_fused_head`. If the objective is token-local, the gradient is computed
-along with the log-probs, in one pass: the returned loss has TRL's value and our gradient, and the
-two losses are compared now and then. Otherwise TRL's loss is differentiated through
-`linear_logprobs`.
+TRL's code computes the loss and the logged metrics from the model's log-probs and entropies, which
+here come from `attach_fused_head`. If the objective is token-local, one pass computes the gradient
+with the log-probs: the returned loss has TRL's value and our gradient, and the two losses are
+compared now and then. Otherwise TRL's loss is differentiated through `linear_logprobs`.
 
 | file | content |
 |---|---|
 | `trainer.py` | the trainer and the patch: where TRL's methods are wrapped |
 | `micro_batch.py` | the loss of a micro-batch |
 | `loss.py` | TRL's loss as an objective of this library, and the comparison of the two |
-| `deal.py` | which completions a micro-batch has, and which of them go through the model |
+| `deal.py` | the completions of a micro-batch, and the part of them that goes through the model |
 | `replay.py`, `exact_kl.py`, `explain.py` | one option each |
 
 A TRL that is newer than the tested ones warns. This folder alone depends on private parts of TRL:

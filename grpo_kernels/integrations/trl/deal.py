@@ -1,23 +1,23 @@
-"""Deals completions to the micro-batches of TRL, and leaves some out of the model's calls.
+"""Deals completions to the micro-batches of TRL, and skips some in the model's calls.
 
-A completion whose advantage is 0 has no gradient if nothing but the advantages gives it one. TRL
-samples, rewards and splits as ever. Once per generation batch the `Dealer` then rewrites TRL's
-micro-batches: it exchanges completions between those of one optimizer step, the trained ones first
-and the longest of them before the others, masks the rest, and cuts each micro-batch to its longest
-completion. TRL pads all of them to the longest one of the generation batch.
+A completion of advantage 0 has no gradient if only the advantages make one. TRL samples, rewards
+and splits as before. Once per generation batch the `Dealer` then rewrites the micro-batches of each
+optimizer step: it sorts their completions, the trained ones first, the longest of these before the
+others; masks the rest; and cuts each micro-batch to its longest completion. TRL pads every
+micro-batch to the longest completion of the generation batch.
 
-TRL's loss still gets all rows, so that its denominators, its collectives and what it gathers per
-row stay its own. Only the call of the model gets fewer rows (`_SmallerCall`).
+TRL's loss still gets all rows, so that denominators, collectives and metrics per row stay the same.
+Only the call of the model gets fewer rows (`_SmallerCall`).
 
-**Why it is exact.** A completion may be exchanged within an optimizer step if its weight is the
-same in all micro-batches of that step. Every loss of TRL but `bnpo`, which divides by the tokens
-of a micro-batch, has that. `gcd(gradient_accumulation_steps, steps_per_generation)` micro-batches,
-a window, are always of one optimizer step: both numbers are multiples of it, and so is the number
-of micro-batches of an epoch, after which an optimizer step ends early.
+**Why it is exact.** Completions may be exchanged within an optimizer step if their weight is the
+same in all its micro-batches. That holds for every loss of TRL except `bnpo`, which divides by the
+tokens of a micro-batch. `gcd(gradient_accumulation_steps, steps_per_generation)` micro-batches, a
+window, are always of one optimizer step: both numbers are multiples of it, and so is the number of
+micro-batches of an epoch, after which an optimizer step ends early.
 
 **When a micro-batch has nothing to compute.** DDP sends buffers in the first forward of a step,
-FSDP gathers weights in each, and gradients are reduced in the last backward: a process that stayed
-away alone would hang the others. So the model is called, with one masked row, unless no process
+FSDP gathers weights in each forward, and the last backward reduces gradients: a process without
+these calls would hang the others. So the model is called, with one masked row, unless no process
 has anything to compute and no gradients are to be reduced.
 """
 
@@ -44,23 +44,23 @@ from .state import options_of
 # The key of a micro-batch under which its `ComputedRows` travel.
 _COMPUTED = "grpo_kernels_computed_rows"
 _PROMPT = ("prompt_ids", "prompt_mask")
-# Of models of images and text: tensors of another layout than a row per completion.
+# Tensors of models of images and text that have no row per completion.
 _IMAGES = {"pixel_values", "num_images", "image_grid_thw", "token_type_ids", "mm_token_type_ids"}
 
 
 class _Row(NamedTuple):
-    """A completion, as read from the device."""
+    """Numbers of a completion, read from the device."""
 
-    trained: int  # 1: it has a gradient
+    trained: int  # 1 with a gradient, else 0
     length: int  # up to the last token that is attended to
-    tokens: int  # unmasked ones
+    tokens: int  # that are unmasked
 
 
 @dataclass
 class ComputedRows:
     """The rows of a micro-batch that go through the model; all others are masked."""
 
-    rows: list[int]  # of a micro-batch without any: the first row, which is masked as well
+    rows: list[int]  # the first, masked row if there is no other
     index: Tensor  # `rows` on the device
     batch_size: int
     empty: bool
@@ -74,12 +74,12 @@ class ComputedRows:
         return {name: _select(x, self.rows, self.index) for name, x in inputs.items()}
 
     def spread(self, x: Tensor, others: Tensor) -> Tensor:
-        """Puts the rows' values `[n, T]` among those of the other rows, `[B, T]`."""
+        """Puts the rows' values `[n, T]` into the other rows' values, `[B, T]`."""
         return others.index_copy(0, self.index, x)
 
 
 class _SmallerCall(ModelCall):
-    """Calls the model with some rows of what TRL calls it with, and returns values for all."""
+    """Calls the model with some of the rows that TRL passes, and returns values for all."""
 
     def __init__(self, call: Any, computed: ComputedRows, old_logps: Tensor) -> None:
         self.call, self.computed, self.old_logps = call, computed, old_logps
@@ -113,8 +113,7 @@ class _NoCall(ModelCall):
 class Dealer:
     """Deals the completions of a trainer's generation batches to micro-batches.
 
-    Args:
-        skips: completions of advantage 0 are left out; else only those that are wholly masked.
+    Fully masked completions are skipped; with `skips`, also completions of advantage 0.
     """
 
     def __init__(self, skips: bool) -> None:
@@ -122,9 +121,9 @@ class Dealer:
         self._dealt: list[dict[str, Any]] | None = None  # the last generation batch
 
     def check(self, trainer: Any) -> None:
-        """Raises ValueError for a loss whose gradient another deal, or a smaller one, changes."""
-        own, cls = options_of(trainer).loss, _class_with_own_loss(trainer)
-        loss = None if own is None else config_of(trainer, 1).loss
+        """Raises ValueError for a loss whose gradient exchanging or skipping rows changes."""
+        user_loss, cls = options_of(trainer).loss, _class_with_own_loss(trainer)
+        loss = None if user_loss is None else config_of(trainer, 1).loss
         name = "" if cls is None else cls.__name__
         reasons = [
             (trl_part(trainer, "_entropy_bonus_enabled"),
@@ -150,9 +149,9 @@ class Dealer:
             if wrong:
                 raise ValueError(f"{self.option} does not work with {what}")
 
-    def next_micro_batch(self, own: Any, trainer: Any, generation_batch: Any) -> dict[str, Any]:
-        """Returns TRL's next micro-batch, and deals those of a new generation batch."""
-        inputs: dict[str, Any] = own(generation_batch)
+    def next_micro_batch(self, inner: Any, trainer: Any, generation_batch: Any) -> dict[str, Any]:
+        """Returns TRL's next micro-batch; deals the micro-batches of a new generation batch."""
+        inputs: dict[str, Any] = inner(generation_batch)
         batches = trl_part(trainer, "_buffered_inputs")
         if not trainer.model.training or batches is self._dealt:
             return inputs
@@ -160,7 +159,6 @@ class Dealer:
         return batches[trainer._step % trainer.args.steps_per_generation]
 
     def deal(self, trainer: Any, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the micro-batches of a generation batch, dealt anew."""
         accelerator, count = trainer.accelerator, len(batches)
         if images := _IMAGES & batches[0].keys():
             raise ValueError(
@@ -175,8 +173,8 @@ class Dealer:
         hands = [_dealt(process, size) for process in accelerator.gather(numbers).tolist()]
         empty = [[not any(row.trained for _, row in hand) for hand in hands_] for hands_ in hands]
         in_no_process = [all(process[i] for process in empty) for i in range(count)]
-        mine, parts = hands[accelerator.process_index], []
-        for i, hand in enumerate(mine):
+        local_hands, parts = hands[accelerator.process_index], []
+        for i, hand in enumerate(local_hands):
             rows = [k for k, (_, row) in enumerate(hand) if row.trained]
             share = max(1, len(rows)) / len(hand)
             if by_tokens:
@@ -193,13 +191,13 @@ class Dealer:
         pad_to = trainer.pad_to_multiple_of or 1
         return [
             _micro_batch(joined[i // size], hand, pad_to) | {_COMPUTED: parts[i]}
-            for i, hand in enumerate(mine)
+            for i, hand in enumerate(local_hands)
         ]
 
-    def loss(self, own: TRLLoss, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Returns TRL's loss of a micro-batch, of which the model is called with some rows."""
+    def loss(self, inner: TRLLoss, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Returns TRL's loss of a micro-batch, calling the model with some of its rows."""
         if not trainer.model.training:
-            return loss_of(own, trainer, model, inputs)
+            return loss_of(inner, trainer, model, inputs)
         self.check(trainer)  # a callback may have changed an option
         computed: ComputedRows | None = inputs.get(_COMPUTED)
         if computed is None:
@@ -218,15 +216,15 @@ class Dealer:
             old_logps = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32)
         old_logps = old_logps.float()
 
-        def own_of_all_rows(call: Any, _: dict[str, Any]) -> Tensor:
-            loss = own(_SmallerCall(call, computed, old_logps), inputs)
-            # What TRL divided by is without the tokens that are masked here.
+        def inner_of_all_rows(call: Any, _: dict[str, Any]) -> Tensor:
+            loss = inner(_SmallerCall(call, computed, old_logps), inputs)
+            # TRL's denominator lacks the tokens that are masked here.
             return loss * computed.share if computed.by_tokens else loss
 
         with _metrics_of(trainer, computed):
             if computed.empty and not (computed.needs_call or _reduces(trainer.accelerator)):
-                return own(_NoCall(old_logps), inputs)
-            return loss_of(own_of_all_rows, trainer, model, computed.of(inputs), computed.share)
+                return inner(_NoCall(old_logps), inputs)
+            return loss_of(inner_of_all_rows, trainer, model, computed.of(inputs), computed.share)
 
     def _numbers(self, batch: dict[str, Any]) -> Tensor:
         """The numbers of each completion's `_Row`, `[B, 3]`."""
@@ -243,13 +241,10 @@ class Dealer:
 def zero_equal_groups(trainer: Any, rewards: Tensor, batch: dict[str, Any]) -> dict[str, Any]:
     """Makes the advantages of groups whose rewards are all equal exactly 0.
 
-    The mean of equal rewards may differ from them by rounding, which TRL divides by a standard
-    deviation of 0 plus 1e-4.
+    The mean of equal rewards may differ from them by rounding; TRL divides the difference by 1e-4.
 
-    Args:
-        trainer: the trainer.
-        rewards: by function, of the completions of all processes; NaN where none was given.
-        batch: TRL's generation batch of this process.
+    `rewards`: by function, of all processes; NaN where one did not apply. `batch`: TRL's generation
+    batch of this process.
     """
     x, size = rewards * trainer.reward_weights.to(rewards.device), trainer.num_generations
     if not trainer.model.training:
@@ -264,13 +259,13 @@ def zero_equal_groups(trainer: Any, rewards: Tensor, batch: dict[str, Any]) -> d
     equal = (highest <= lowest).all(1).repeat_interleave(size)
     advantages = batch["advantages"]
     first = trainer.accelerator.process_index * len(advantages)
-    mine = equal[first : first + len(advantages)]
-    mine = mine.view(-1, *[1] * (advantages.ndim - 1))
-    return batch | {"advantages": advantages.masked_fill(mine, 0.0)}
+    local_equal = equal[first : first + len(advantages)]
+    local_equal = local_equal.view(-1, *[1] * (advantages.ndim - 1))
+    return batch | {"advantages": advantages.masked_fill(local_equal, 0.0)}
 
 
 def _class_with_own_loss(trainer: Any) -> type | None:
-    """The class of the user's that overrides the loss, if any."""
+    """The user's class that overrides the loss, if any."""
     known = ("grpo_kernels.", "trl.trainer.", "transformers.")
     for cls in type(trainer).__mro__:
         overrides = {"_compute_loss", "compute_loss"} & vars(cls).keys()
@@ -281,16 +276,16 @@ def _class_with_own_loss(trainer: Any) -> type | None:
 
 def _divides_by_tokens_of_micro_batch(trainer: Any) -> bool:
     """True if a token's weight in the loss depends on the other tokens of its micro-batch."""
-    own = options_of(trainer).loss
-    name = trainer.loss_type if own is None else getattr(own, "aggregation", Loss.aggregation)
+    loss = options_of(trainer).loss
+    name = trainer.loss_type if loss is None else getattr(loss, "aggregation", Loss.aggregation)
     return bool(name == "bnpo")
 
 
 def _needs_call(accelerator: Any, in_no_process: bool, alone_in_window: bool) -> bool:
-    """True if a micro-batch without rows needs a call of the model, whoever reduces gradients."""
+    """True if a micro-batch without rows needs a call of the model for the other processes."""
     kind = accelerator.distributed_type
     if kind == DistributedType.NO:
-        # So that weights have gradients of 0: an optimizer leaves out those that are None.
+        # Weights then have gradients of 0: an optimizer skips weights whose gradient is None.
         return alone_in_window
     return not in_no_process or kind == DistributedType.DEEPSPEED  # which counts the backwards
 
@@ -302,7 +297,7 @@ def _reduces(accelerator: Any) -> bool:
 
 
 def _dealt(numbers: list[list[list[int]]], window: int) -> list[list[tuple[int, _Row]]]:
-    """The rows of each micro-batch of one process, each with its place in its window."""
+    """The rows of each micro-batch of one process, each with its index in its window."""
     hands, size = [], len(numbers[0])
     for start in range(0, len(numbers), window):
         rows = [_Row(*row) for batch in numbers[start : start + window] for row in batch]
@@ -360,7 +355,7 @@ def _select(x: Any, rows: Sequence[int], index: Tensor) -> Any:
 
 @contextmanager
 def _metrics_of(trainer: Any, computed: ComputedRows) -> Iterator[None]:
-    """Makes what TRL logs of a micro-batch without a token in any process NaN, which it ignores."""
+    """Sets TRL's metrics to NaN, which it ignores, if no process has a token in the micro-batch."""
     metrics = trl_part(trainer, "_metrics")["train"]
     before = {name: len(values) for name, values in metrics.items()}
     yield

@@ -1,4 +1,4 @@
-"""The exact KL in TRL's trainer: the reference's states beside each micro-batch."""
+"""The exact KL in TRL's trainer: the reference's states for each micro-batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..transformers import Objective
 
 
 def check(trainer: Any, token_local: bool, replay_support: bool) -> None:
-    """Raises ValueError for a trainer that cannot have an exact KL."""
+    """Raises ValueError for a trainer whose options exclude an exact KL."""
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     for wrong, reason in (
         (not trainer.beta, "has no effect with beta=0.0: set beta"),
@@ -42,7 +42,7 @@ def reference_of(trainer: Any, inputs: Mapping[str, Any], keyword: str) -> Refer
 
 @contextmanager
 def _model(trainer: Any) -> Iterator[Any]:
-    """The model that TRL takes the reference's log-probs from."""
+    """The model that computes TRL's reference log-probs."""
     if trainer.ref_model is not None:
         yield trainer.ref_model
         return

@@ -57,8 +57,8 @@ class ExplainCallback(TrainerCallback):
         self, trainer: Any, *, folder: str | None = None, every: int = 0, factor: float = 5.0,
         most: int = 5,
     ) -> None:  # fmt: skip
-        own = state_of(trainer)
-        if own is None:
+        state = state_of(trainer)
+        if state is None:
             raise ValueError(
                 "trainer: expected a FusedGRPOTrainer, or one constructed under patch_trl; got "
                 f"{type(trainer).__name__}"
@@ -68,12 +68,12 @@ class ExplainCallback(TrainerCallback):
         )
         self.trainer, self.parts = trainer, list[tuple[Callable[[], Explanation], Any]]()
         self.groups: dict[str, int] = {}  # by the prompt
-        own.explainer = self
+        state.explainer = self
 
     def add(
         self, inputs: dict[str, Any], out: Any, loss: torch.Tensor, objective: Objective, scale: Any
     ) -> None:
-        """Keeps what a micro-batch's loss was computed from, until the next step begins."""
+        """Stores the inputs and results of a micro-batch's loss until the next step begins."""
         if self.trainer.model.training and self.trainer.accelerator.is_main_process:
             logps, entropy = out.logps.detach(), out.entropy.detach()
             values = GRPOLossOutput(loss.detach() / scale, {}, logps, entropy, kl=out.kl)
@@ -114,7 +114,7 @@ class ExplainCallback(TrainerCallback):
             "top_entropy_quantile": trainer.top_entropy_quantile,
         }
         if trainer.loss_type == "vespo" and "importance_sampling_ratio" in inputs:
-            # The log-probs of a sampler that has TRL's weights, which are bounded already.
+            # The log-probs of a sampler with TRL's weights, which are bounded already.
             assert out.logps is not None
             old_logps = options.get("old_logps", out.logps)
             sampling = old_logps - inputs["importance_sampling_ratio"].log()

@@ -18,15 +18,15 @@ from ..private import trl_part
 from ..transformers import Objective
 from .state import OwnLossType, State, options_of
 
-# How far TRL's loss and ours may differ; both are float32 sums over the same log-probs.
+# The largest difference of TRL's loss and ours, both float32 sums over the same log-probs.
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-3, 1e-4
-# The first micro-batches whose loss is compared with TRL's, and then one in so many.
+# The first micro-batches, and then one in so many, compare their loss with TRL's.
 _FIRST_CHECKS, _CHECK_EVERY = 20, 100
 # Loss types that divide by the tokens of the whole optimizer step.
 _STEP_WIDE = ("dapo", "cispo", "vespo")
 _TOKEN_LOCAL = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", "dapo", "cispo")
 _DEFAULTS = {option.name: option.default for option in fields(GRPOConfig)}
-# TRL's options that a loss of one's own leaves out, with their defaults.
+# TRL's options that the user's own loss ignores, with their defaults.
 OF_TRLS_LOSS = {
     name: _DEFAULTS[name]
     for name in sorted(
@@ -39,7 +39,7 @@ OF_TRLS_LOSS = {
 
 
 def check_own(trainer: Any) -> None:
-    """Checks that no option of TRL's loss would be ignored beside your own loss.
+    """Checks that the user's own loss does not ignore an option of TRL's loss.
 
     Raises:
         ValueError: an option of TRL's loss differs from its default.
@@ -57,8 +57,7 @@ def check_own(trainer: Any) -> None:
         )
 
 
-def own_of(trainer: Any) -> OwnLossType | None:
-    """The user's own loss, if any."""
+def user_loss_of(trainer: Any) -> OwnLossType | None:
     return options_of(trainer).loss
 
 
@@ -80,14 +79,14 @@ def corrects_sampler(trainer: Any) -> bool:
 
 def divides_by_tokens(trainer: Any) -> bool:
     """True if the denominator is the number of tokens of the whole optimizer step."""
-    own = own_of(trainer)
-    if own is None:
+    user_loss = user_loss_of(trainer)
+    if user_loss is None:
         return trainer.loss_type in _STEP_WIDE
-    return getattr(own, "aggregation", Loss.aggregation) == "dapo"
+    return getattr(user_loss, "aggregation", Loss.aggregation) == "dapo"
 
 
 def value_of(trainer: Any, option: str) -> Any:
-    """The value of an option in this step: TRL reads the trainer where it has the option.
+    """The current value of an option, from the trainer if it has the option, as TRL reads it.
 
     A callback may have changed it since the trainer was constructed.
     """
@@ -97,19 +96,19 @@ def value_of(trainer: Any, option: str) -> Any:
 
 def config_of(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
     """Translates TRL's options; multiplies the entropy coefficient by `entropy_scale`."""
-    args, own = trainer.args, own_of(trainer)
+    args, user_loss = trainer.args, user_loss_of(trainer)
     options: dict[str, Any] = {
-        "loss_type": trainer.loss_type if own is None else own,
+        "loss_type": trainer.loss_type if user_loss is None else user_loss,
         "beta": trainer.beta,
         "use_bias_correction_kl": args.use_bias_correction_kl,
         "kl_estimator": "exact" if options_of(trainer).exact_kl else "k3",
     }
     aggregation = trainer.loss_type
-    if own is None:
+    if user_loss is None:
         used = flat_fields(trainer.loss_type).keys() & OF_TRLS_LOSS.keys()
         options |= {name: value_of(trainer, name) for name in used}
     else:
-        aggregation = getattr(own, "aggregation", Loss.aggregation)
+        aggregation = getattr(user_loss, "aggregation", Loss.aggregation)
     if aggregation == "dr_grpo":
         options["max_completion_length"] = trainer.max_completion_length
     if trl_part(trainer, "_entropy_bonus_enabled"):
@@ -129,21 +128,21 @@ def objective_of(
 ) -> tuple[Objective, float | Tensor]:
     """Returns the objective that TRL computes from `inputs`, and the factor on its loss.
 
-    `share` is the part that these rows are of what the loss divides by.
+    `share`: these rows' part of the loss's denominator.
     """
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
         mask = mask * inputs["tool_mask"]
     advantages = inputs["advantages"]
-    # VESPO's weight of a sequence holds them, see `explain.py`.
+    # VESPO's weight of a sequence includes them, see `explain.py`.
     if corrects_sampler(trainer) and trainer.loss_type != "vespo":
         advantages = apply_is_weights(advantages, inputs["importance_sampling_ratio"], mask)
     accumulation = accumulation_steps(trainer)
     scale = share / max(1, accumulation)
     num_items = None
     if divides_by_tokens(trainer):
-        # TRL counts the tokens of a generation batch, which several optimizer steps may share. On
-        # the device, where they are not read.
+        # TRL counts the tokens of a generation batch, which several optimizer steps may share.
+        # Computed on the device, without reading the count.
         tokens = torch.as_tensor(
             inputs["num_items_in_batch"], dtype=torch.float32, device=mask.device
         )
@@ -151,7 +150,7 @@ def objective_of(
         if accumulation:
             tokens *= accumulation / trainer.args.steps_per_generation
         num_items, scale = tokens, 1.0
-    # TRL divides the entropy bonus by the accumulation steps, whatever divides the rest.
+    # TRL always divides the entropy bonus by the accumulation steps.
     config = config_of(trainer, 1 / max(1, accumulation) / scale)
     has_estimate = trainer.beta and not options_of(trainer).exact_kl
     objective = Objective(
@@ -167,7 +166,7 @@ def objective_of(
 
 
 def check_is_due(state: State) -> bool:
-    """True for the first micro-batches and then for some: to compare, the CPU waits for the GPU."""
+    """True for the first micro-batches and then for some, as the CPU waits for the GPU."""
     seen, state.compared = state.compared, state.compared + 1
     return bool(seen < _FIRST_CHECKS or seen % _CHECK_EVERY == 0)
 
@@ -175,7 +174,7 @@ def check_is_due(state: State) -> bool:
 def check_agreement(trainer: Any, objective: Objective, trl_loss: float, our_loss: float) -> None:
     """Raises RuntimeError if TRL's loss and ours differ by more than rounding."""
     assert objective.advantages is not None and objective.mask is not None
-    # The size of the loss's terms; their sum, where they cancel, may be far smaller.
+    # The size of the loss's terms; if they cancel, their sum is far smaller.
     magnitude = max(1.0, float(objective.advantages.abs().amax()))
     if trainer.loss_type == "luspo":
         magnitude *= objective.mask.shape[1]

@@ -25,13 +25,13 @@ TRLLoss = Callable[[Any, dict[str, Any]], Tensor]
 
 
 class ModelCall:
-    """A stand-in for the model that TRL calls: it asks for an objective, its loss included.
+    """A stand-in for the model that TRL calls, which also computes an objective's loss.
 
-    The result is taken from the objective, not from the wrapped model, as a wrapper may round it
-    (FSDP2 under accelerate: to bf16).
+    The result comes from the objective, as a wrapper of the model may round its output (FSDP2 under
+    accelerate: to bf16).
     """
 
-    # The trainer whose reference is to be measured from, if any.
+    # The trainer with the reference of an exact KL, if any.
     trainer: Any = None
 
     def __init__(self, model: Any, objective: Objective, length: int, fused: bool) -> None:
@@ -61,7 +61,7 @@ class ModelCall:
 
 
 class _Replayed(ModelCall):
-    """A model call for log-probs of completions over their supports, of some rows after others."""
+    """A model call for log-probs of completions over their supports, some rows at a time."""
 
     def __init__(self, model: Any, rows: Sequence[Support], length: int, fused: bool) -> None:
         super().__init__(model, Objective(), length, fused)
@@ -74,7 +74,7 @@ class _Replayed(ModelCall):
 
 
 def plain_call(model: Any, rows: Sequence[Support] | None, length: int) -> ModelCall:
-    """Wraps a model so that it returns log-probs, over the supports of the completions if any."""
+    """Wraps a model so that it returns log-probs, over the completions' supports if any."""
     fused = has_fused_head(extract_model_from_parallel(model))
     if rows is None:
         return ModelCall(model, Objective(), length, fused)
@@ -82,11 +82,11 @@ def plain_call(model: Any, rows: Sequence[Support] | None, length: int) -> Model
 
 
 def loss_of(
-    own: TRLLoss, trainer: Any, model: Any, inputs: dict[str, Any], share: float = 1.0
+    inner: TRLLoss, trainer: Any, model: Any, inputs: dict[str, Any], share: float = 1.0
 ) -> Tensor:
-    """Returns TRL's loss of the rows in `inputs`, or the caller's own, beside TRL's metrics.
+    """Returns TRL's loss of the rows in `inputs`, or the user's own; TRL's code logs its metrics.
 
-    `share` is the part that these rows are of what the loss divides by.
+    `share`: these rows' part of the loss's denominator.
     """
     state = state_of(trainer)
     assert state is not None
@@ -96,9 +96,9 @@ def loss_of(
     if not (fused and (replaces or (torch.is_grad_enabled() and is_token_local(trainer)))):
         call = plain_call(model, inputs[KEY] if state.replay else None, length)
         if state.explainer is None:
-            return own(call, inputs)
+            return inner(call, inputs)
         objective, scale = objective_of(trainer, inputs, None, share)
-        trl_loss = own(call, inputs)
+        trl_loss = inner(call, inputs)
         state.explainer.add(inputs, call.objective.output, trl_loss, objective, scale)
         return trl_loss
     support = batch_support(inputs[KEY], length) if state.replay else None
@@ -107,7 +107,7 @@ def loss_of(
     call = ModelCall(model, objective, length, True)
     if options.exact_kl:
         call.trainer = trainer
-    trl_loss = own(call, inputs)
+    trl_loss = inner(call, inputs)
     out = objective.output
     assert out is not None and out.loss is not None
     our_loss, trl_policy_loss = out.loss * scale, trl_loss.detach()

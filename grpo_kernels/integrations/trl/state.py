@@ -1,4 +1,4 @@
-"""`Options` of a trainer, and `State`, the one attribute that a trainer of TRL gets from us."""
+"""`Options` of a trainer, and `State`, the one attribute that we add to a trainer of TRL."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch import Tensor
 from ...base.checks import check_bool
 from ...head.execution import Execution
 from ...loss.losses import Loss
-from ..patching import check_options
+from ..patching import check_head_options
 
-# A loss that is no name.
 OwnLossType = Loss | Callable[[Any], Tensor]
 _ATTRIBUTE = "_grpo_kernels"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments that `FusedGRPOTrainer` and `patch_trl` share, which the first describes."""
+    """The arguments of `FusedGRPOTrainer`, which describes them, and of `patch_trl`."""
 
     execution: Execution = Execution()  # noqa: RUF009 - frozen
     logits_dtype: str = "fp32"
@@ -32,7 +31,7 @@ class Options:
     zero_equal_groups: bool = True
 
     def __post_init__(self) -> None:
-        check_options(self.execution, logits_dtype=self.logits_dtype)
+        check_head_options(self.execution, logits_dtype=self.logits_dtype)
         for option in fields(self):
             if isinstance(option.default, bool):
                 check_bool(option.name, getattr(self, option.name))
@@ -45,18 +44,18 @@ class Options:
 
 @dataclass
 class State:
-    """A trainer's options, and the objects that they ask for."""
+    """A trainer's options, and the objects that implement them."""
 
     options: Options
     replay: Any = None  # a SupportReplay
     dealer: Any = None  # a Dealer
     explainer: Any = None  # an ExplainCallback
-    compared: int = 0  # micro-batches whose loss was, or could have been, compared with TRL's
+    compared: int = 0  # micro-batches considered for a comparison with TRL's loss
     took_part: bool = False  # in the loss of the present micro-batch
     rewards: Tensor | None = None  # of the generation batch that is being scored
 
     def check_took_part(self, trainer: Any) -> None:
-        """Raises ValueError for a trainer whose own loss has left options out."""
+        """Raises ValueError for a trainer whose loss has ignored our options."""
         if not self.took_part:
             self.refuse_options(
                 f"on {type(trainer).__name__}, whose _compute_loss does not call GRPOTrainer's: "
@@ -64,21 +63,21 @@ class State:
             )
 
     def refuse_options(self, where: str, more: tuple[str, ...] = ()) -> None:
-        """Raises ValueError if there are options of the loss, or `more`, which have no effect."""
+        """Raises ValueError if options of the loss, or `more`, are set, which have no effect."""
         names = (*more, "loss", "exact_kl", "skip_untrained", "sort_by_length")
-        asked = [name for name in names if getattr(self.options, name) not in (None, False)]
-        asked += ["ExplainCallback"] if self.explainer is not None else []
-        if asked:
-            raise ValueError(f"{', '.join(asked)}: no effect {where}")
+        active = [name for name in names if getattr(self.options, name) not in (None, False)]
+        active += ["ExplainCallback"] if self.explainer is not None else []
+        if active:
+            raise ValueError(f"{', '.join(active)}: no effect {where}")
 
 
 def state_of(trainer: Any) -> State | None:
-    """Returns what we keep of a trainer; None for one that was made before TRL was patched."""
+    """Returns the state of a trainer; None for a trainer made before TRL was patched."""
     return getattr(trainer, _ATTRIBUTE, None)
 
 
 def options_of(trainer: Any) -> Options:
-    """Returns the options of a trainer; the defaults for one made before TRL was patched."""
+    """Returns the options of a trainer; defaults for a trainer made before TRL was patched."""
     state = state_of(trainer)
     return Options() if state is None else state.options
 

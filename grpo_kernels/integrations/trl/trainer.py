@@ -25,28 +25,28 @@ from .micro_batch import KEYWORD, ModelCall, loss_of, plain_call
 from .replay import SupportReplay, masks_of_vllm
 from .state import Options, OwnLossType, State, set_state, state_of
 
-# TRL's method, which a wrapper calls in the end.
-_Own = Callable[..., Any]
+# TRL's method, which a wrapper calls.
+_Inner = Callable[..., Any]
 
 
 class FusedGRPOTrainer(GRPOTrainer):
-    """Trains like TRL's `GRPOTrainer` without computing logits; takes these further arguments.
+    """Trains like TRL's `GRPOTrainer` without storing logits; takes these further arguments.
 
     Args:
         args, kwargs: arguments of `trl.GRPOTrainer`.
         execution: backend and memory of the head's calls.
         logits_dtype: as in `LMHead`.
         replay_support: record the ids that `top_p`, `top_k` and `min_p` kept for each sampled
-            token. Log-probs (policy, old policy, reference), entropy and loss are then those of the
+            token. Log-probs (policy, old policy, reference), entropy and loss are then over the
             truncated policy that sampled.
         loss: your own loss instead of TRL's: an instance of a class of `grpo_kernels.loss.losses`,
             or a callable (`docs/objectives.md`). `beta`, the entropy bonus and TRL's metrics still
             apply; other options of TRL's loss (`loss_type`, `epsilon`) raise an error.
         exact_kl: `beta` weights the KL over the full vocabulary, for which the reference's layers
             run with each micro-batch. Logged as `kl_exact`; TRL's `kl` is still the estimate.
-        skip_untrained: completions whose advantage is 0 do not go through the model in updates.
-            Weights are the same up to rounding; entropy and clip ratios are logged for the others
-            alone. Includes `sort_by_length`, unless the loss is `bnpo`.
+        skip_untrained: completions of advantage 0 do not go through the model in updates. Weights
+            are the same up to rounding; logged entropy and clip ratios exclude these completions.
+            Includes `sort_by_length`, unless the loss is `bnpo`.
         sort_by_length: exchange completions between the micro-batches of an optimizer step, the
             longest first, and cut the padding of each micro-batch. Weights are the same up to
             rounding.
@@ -112,9 +112,9 @@ class patch_trl(Patch):
             trainer = GRPOTrainer(...)
             trainer.train()
 
-    Trainers made before the patch compute as TRL's do, and so do those that are trained after it,
-    which is an error if an option would be lost. A subclass with a `_compute_loss` of its own takes
-    options of the loss only if it calls TRL's.
+    Trainers constructed before the patch, or trained after it, compute as TRL's do; training after
+    the patch is an error if an option would be ignored. A subclass that overrides `_compute_loss`
+    takes options of the loss only if it calls TRL's.
 
     Args:
         execution, options: arguments of `FusedGRPOTrainer` that TRL's trainer does not have.
@@ -132,12 +132,12 @@ class patch_trl(Patch):
             self.add_callback(_PatchLasts(self))
 
         def wrapped(name: str) -> Callable[..., Any]:
-            own = getattr(GRPOTrainer, name)
+            inner = getattr(GRPOTrainer, name)
 
             def method(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if isinstance(self, FusedGRPOTrainer):  # made before the patch
-                    return own(self, *args, **kwargs)
-                return _WRAPPERS[name](partial(own, self), self, *args, **kwargs)
+                    return inner(self, *args, **kwargs)
+                return _WRAPPERS[name](partial(inner, self), self, *args, **kwargs)
 
             return method
 
@@ -149,7 +149,7 @@ class patch_trl(Patch):
 
 
 class _PatchLasts(TrainerCallback):
-    """Checks that the patch under which a trainer was made still stands when it trains."""
+    """Checks that the patch under which a trainer was made is still in force when it trains."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -165,7 +165,7 @@ class _PatchLasts(TrainerCallback):
 
 
 def _constructor_patches(options: Options) -> list[Replacement]:
-    """Wraps what the constructor of TRL's trainer calls, so that it builds what ours needs."""
+    """Patches of the functions that the constructor of TRL's trainer calls."""
 
     def add_fused_lm_head(
         model: Any,
@@ -191,7 +191,7 @@ def _constructor_patches(options: Options) -> list[Replacement]:
 
 
 def _attach(model: Any, options: Options, temperature: float, float32: bool) -> None:
-    """Attaches the head to a model, which may have the one of an earlier trainer."""
+    """Attaches the head to a model; replaces an earlier trainer's head."""
     if float32 and head_of(model).adapters:
         raise ValueError(
             "cast_lm_head_to_fp32=True does not work with an adapter on lm_head: TRL's cast "
@@ -208,7 +208,7 @@ def _attach(model: Any, options: Options, temperature: float, float32: bool) -> 
 
 
 def _prepare(trainer: Any, options: Options) -> None:
-    """Checks a trainer that TRL has constructed, and gives it what it needs besides."""
+    """Checks a trainer that TRL has constructed, and adds its `State`."""
     if is_prompt_learning(trainer.model):
         raise ValueError(
             "peft_config: expected adapters inside the layers (such as LoRA); got "
@@ -226,12 +226,12 @@ def _prepare(trainer: Any, options: Options) -> None:
         token_local = options.loss is not None or is_token_local(trainer)
         exact_kl.check(trainer, token_local, options.replay_support)
         if trainer.ref_model is not None:
-            # A head that requires grad would be copied for every reference.
+            # A head that requires a gradient would be copied for every micro-batch.
             trainer.ref_model.requires_grad_(False)
     if options.loss is not None:
         check_own(trainer)
     if options.loss is not None or is_token_local(trainer):
-        config_of(trainer, 1)  # raises now what would be raised in the first step
+        config_of(trainer, 1)  # raises now, not in the first step
     if options.skip_untrained or options.sort_by_length:
         state.dealer = Dealer(options.skip_untrained)
         state.dealer.check(trainer)
@@ -239,44 +239,44 @@ def _prepare(trainer: Any, options: Options) -> None:
         state.replay = SupportReplay(trainer)
 
 
-def _training_step(own: _Own, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+def _training_step(inner: _Inner, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     state = state_of(trainer)
     if state is None:
-        return own(*args, **kwargs)
+        return inner(*args, **kwargs)
     state.took_part = False
-    loss = own(*args, **kwargs)
+    loss = inner(*args, **kwargs)
     state.check_took_part(trainer)
     return loss
 
 
-def _prepare_inputs(own: _Own, trainer: Any, generation_batch: Any) -> Any:
+def _prepare_inputs(inner: _Inner, trainer: Any, generation_batch: Any) -> Any:
     state = state_of(trainer)
     if state is None or state.dealer is None:
-        return own(generation_batch)
-    return state.dealer.next_micro_batch(own, trainer, generation_batch)
+        return inner(generation_batch)
+    return state.dealer.next_micro_batch(inner, trainer, generation_batch)
 
 
-def _generate(own: _Own, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate(inner: _Inner, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     state = state_of(trainer)
     if state is None or state.replay is None:
-        return own(*args, **kwargs)
-    return state.replay.generate(own, trainer, *args, **kwargs)
+        return inner(*args, **kwargs)
+    return state.replay.generate(inner, trainer, *args, **kwargs)
 
 
-def _rewards(own: _Own, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keeps TRL's rewards, of all processes, until the advantages are known."""
-    rewards, state = own(*args, **kwargs), state_of(trainer)
+def _rewards(inner: _Inner, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stores TRL's rewards of all processes until the advantages are known."""
+    rewards, state = inner(*args, **kwargs), state_of(trainer)
     if state is not None:
         state.rewards = rewards
     return rewards
 
 
-def _score(own: _Own, trainer: Any, inputs: Any) -> Any:
+def _score(inner: _Inner, trainer: Any, inputs: Any) -> Any:
     state = state_of(trainer)
     if state is None:
-        return own(inputs)
+        return inner(inputs)
     state.rewards = None
-    batch = own(inputs) if state.replay is None else state.replay.score(own, inputs)
+    batch = inner(inputs) if state.replay is None else state.replay.score(inner, inputs)
     if state.rewards is None or not (state.options.zero_equal_groups and _by_trl(trainer)):
         return batch
     return zero_equal_groups(trainer, state.rewards, batch)
@@ -294,25 +294,25 @@ def _by_trl(trainer: Any) -> bool:
 
 
 def _logps(
-    own: _Own, trainer: Any, model: Any, input_ids: Tensor, attention_mask: Tensor,
+    inner: _Inner, trainer: Any, model: Any, input_ids: Tensor, attention_mask: Tensor,
     logits_to_keep: int, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Calls TRL's method with a stand-in for the model, unless it got one from `_compute_loss`."""
+    """Calls TRL's method with a stand-in for the model, unless `_compute_loss` passed one."""
     if not isinstance(model, ModelCall):
         state = state_of(trainer)
         rows = state.replay.scored_rows() if state is not None and state.replay else None
         model = plain_call(model, rows, logits_to_keep)
-    return own(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+    return inner(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
 
-def _compute_loss(own: _Own, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+def _compute_loss(inner: _Inner, trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
     state = state_of(trainer)
     if state is None:
-        return own(model, inputs)
+        return inner(model, inputs)
     state.took_part = True
     if state.dealer is not None:
-        return state.dealer.loss(own, trainer, model, inputs)
-    return loss_of(own, trainer, model, inputs)
+        return state.dealer.loss(inner, trainer, model, inputs)
+    return loss_of(inner, trainer, model, inputs)
 
 
 _WRAPPERS: dict[str, Callable[..., Any]] = {

@@ -14,7 +14,7 @@ _FROM = "grpo_kernels.integrations.trl"
 
 
 def check_version(installed: str) -> None:
-    """Raises ImportError if `installed` is too old, warns if it is newer than what is tested."""
+    """Raises ImportError for a version that is too old, warns for one newer than tested."""
     if version_numbers(installed) < version_numbers(OLDEST):
         raise ImportError(f"{_FROM}: expected TRL {OLDEST} or newer; got {installed}: {INSTALL}")
     if version_numbers(installed) > version_numbers(NEWEST):

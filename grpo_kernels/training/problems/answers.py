@@ -1,4 +1,4 @@
-r"""Answers: the one that a completion marks, and whether it equals the right one."""
+r"""Answers: extracted from completions, and compared with the right ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBER = re.compile(rf"([+-]?)[$€£]?([+-]?){_PART}(?:\s?/\s?{_PART})?\s?%?\.
 _EXPONENT = re.compile(r"[\d.,]+[eE][+-]?\d+", re.ASCII)
 # Units of fewer than three letters, which could be factors: by math-verify 5 cm is 5 m.
 _UNIT = r"(?:[mcdk]?m|cc|in|ft|yd|mi|[mk]?g|lb|oz|[mcd]?[lL]|ms|s|h|hr|yr)"
-# A number of things or of a unit. 5 million is another number than 5.
+# A number of things or of a unit; "5 million" is not 5.
 _QUANTITY = re.compile(
     r"([-+$€£\d.,/ ]*\d)\s*(?!(?:hundred|thousand|million|billion|trillion|dozen|percent|or|and)\b)"
     rf"(°|[^\W\d_]{{3,}}(?:[ /-][^\W\d_]+)*|{_UNIT}(?:/{_UNIT})?)"
@@ -49,7 +49,7 @@ _BRACKETS = re.compile(r"[()\[\]{},]")
 def extract_answer(completion: str) -> str | None:
     r"""Returns the answer in the last `<answer>` tags, else in the last `\boxed{}` or after `####`.
 
-    None where nothing is marked, or the last `<answer>` is not closed.
+    None if nothing is marked, or if the last `<answer>` is not closed.
     """
     if "<answer>" in completion or "</answer>" in completion:
         _, opened, rest = completion.rpartition("<answer>")
@@ -71,11 +71,11 @@ def same_answer(answer: str | None, right: str | int) -> bool:
     """Returns whether an answer equals the right one, as text, number or expression.
 
     Two numbers are equal if they are the same fraction; 50% equals both 50 and 0.5, and 5 equals
-    `5 apples`. Words, codes, times, ratios and dates are compared as text. math-verify is asked
-    where one side has an operator, a bracket, a fraction or a command of LaTeX.
+    `5 apples`. Words, codes, times, ratios and dates are compared as text. math-verify compares
+    answers with an operator, a bracket, a fraction or a command of LaTeX.
 
     Raises:
-        TypeError: the right answer is neither text nor a whole number.
+        TypeError: the right answer is neither text nor an integer.
     """
     if isinstance(right, bool) or not isinstance(right, str | Integral):
         raise TypeError(
@@ -121,7 +121,7 @@ def number_of(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """The text in the plainest of its spellings."""
+    """The text with LaTeX and punctuation reduced to a plain spelling."""
     for spelling, plain in _SPELLINGS:
         text = re.sub(spelling, plain, text.strip())
     return text.strip().removesuffix(".")
@@ -134,14 +134,14 @@ def _quantity(text: str) -> tuple[Fraction | None, str]:
 
 
 def _is_text(text: str) -> bool:
-    """True for letters that are no factors, and for digits that are no numbers."""
+    """True for words and codes, which are compared as text."""
     bare = _COMMANDS.sub(" ", text)
     two_letters = _TWO_LETTERS.search(bare) and not _OPERATORS.search(text)
     return bool(_TEXT.search(bare) or two_letters)
 
 
 def _without_exponent(text: str) -> str:
-    """A number such as `1e3` as 1000: to math-verify e is a number of its own."""
+    """A number such as `1e3` as 1000: math-verify reads e as Euler's number."""
     if number_of(text) is None:
         return text
     return _EXPONENT.sub(lambda x: format(Decimal(x[0].replace(",", "")), "f"), text)

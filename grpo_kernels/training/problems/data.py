@@ -23,22 +23,22 @@ from .prompts import build_prompt
 Problem = Mapping[str, Any]
 _log = logging.getLogger(__name__)
 
-# Splits that are held out, the first that there is.
+# Splits to hold out; the first that exists is taken.
 _HELD_OUT = ("test", "validation")
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class DatasetError(ValueError):
-    """A dataset function that failed, or returned something else than two lists of problems."""
+    """Error of a dataset function: it raised, or did not return two lists of problems."""
 
 
 def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
     """The problems to train on, and the held-out ones; no prompt is in both.
 
     Raises:
-        ValueError: there is no such dataset, or none of it to train on, or a row lacks a column
-            that is needed.
+        ValueError: there is no such dataset, no problem to train on, or a row without a needed
+            column.
         ConnectionError: the hub was not reached; the message says what works without it.
     """
     name, unanswered = config.dataset, list[Problem]()
@@ -53,17 +53,17 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
             )
         test = next((x for x in _HELD_OUT if x in splits), None)
         # Without a test split any row may be held out, and needs an answer.
-        compared = test is None and config.eval_size > 0
+        needs_answer = test is None and config.eval_size > 0
         most = None
         if split and config.train_size:  # `_split` holds out a fifth at most
             most = max(config.train_size + config.eval_size, 5 * config.eval_size)
-        train = _problems(islice(splits[split], most), config, compared)
+        train = _problems(islice(splits[split], most), config, needs_answer)
         if test is None:
             train, held_out = _split(train, config.eval_size)
         else:
             rows = iter(splits[test])
             held_out = _problems(islice(rows, config.eval_size), config, True)
-            # No evaluation asks for the others, which need no answer.
+            # Other rows are never evaluated and need no answer.
             questions = ({key: row.get(key) for key in ("prompt", "question")} for _, row in rows)
             unanswered = [problem_of(question, config) for question in questions]
     if not train:
@@ -76,7 +76,7 @@ def problems_of(path: str, config: TrainingConfig) -> list[Problem]:
     """The problems of a file, each with an answer.
 
     Raises:
-        ValueError: there is no such file, or a row lacks a column that is needed.
+        ValueError: there is no such file, or a row lacks a needed column.
     """
     return _problems(rows_of_file(path), config, True)
 
@@ -84,10 +84,10 @@ def problems_of(path: str, config: TrainingConfig) -> list[Problem]:
 def not_held_out(
     train: Sequence[Problem], held_out: Iterable[Problem], say: Callable[[str], object]
 ) -> list[Problem]:
-    """The problems to train on, without held-out prompts; says how many are left out.
+    """The problems to train on, without held-out prompts; prints how many are dropped.
 
     Raises:
-        ValueError: none is left.
+        ValueError: no problem is left.
     """
     prompts = {prompt_key(problem) for problem in held_out}
     unseen = [problem for problem in train if prompt_key(problem) not in prompts]
@@ -105,23 +105,23 @@ def not_held_out(
 
 
 def prompt_key(problem: Problem) -> str:
-    """A text for problems of the same prompt, but for white space and the order of keys."""
-    return json.dumps(_squeezed(problem.get("prompt")), sort_keys=True, default=repr)
+    """A text equal for prompts that differ only in white space and the order of keys."""
+    return json.dumps(_normalized(problem.get("prompt")), sort_keys=True, default=repr)
 
 
-def _squeezed(prompt: Any) -> Any:
+def _normalized(prompt: Any) -> Any:
     if isinstance(prompt, str):
         return " ".join(prompt.split())
     if isinstance(prompt, Mapping):
-        return {key: _squeezed(value) for key, value in prompt.items()}
-    return [_squeezed(part) for part in prompt] if isinstance(prompt, list | tuple) else prompt
+        return {key: _normalized(value) for key, value in prompt.items()}
+    return [_normalized(part) for part in prompt] if isinstance(prompt, list | tuple) else prompt
 
 
 def text_of(column: str, value: Any) -> str:
-    """Returns the text of a prompt, a question or an answer, which may be a whole number.
+    """Returns the text of a prompt, a question or an answer, which may be an integer.
 
     Raises:
-        ValueError: it is anything else: 1.5, say, can be written in many ways.
+        ValueError: another type; 1.5, for example, can be written in many ways.
     """
     if isinstance(value, str):
         return value
@@ -134,7 +134,7 @@ def text_of(column: str, value: Any) -> str:
 
 
 def problem_of(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
-    """Makes a problem of a row: its prompt, made from its question if need be, and its answer."""
+    """Makes a problem of a row: its prompt, built from its question if needed, and its answer."""
     texts = ("prompt", "question", "answer")
     problem = {key: x for key, x in row.items() if key not in texts or not _is_missing(x)}
     if "prompt" not in problem and "question" in problem:
@@ -142,13 +142,13 @@ def problem_of(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
     elif not isinstance(problem.get("prompt", []), list | tuple):
         problem["prompt"] = text_of("prompt", problem["prompt"])
     if "answer" in problem:
-        # The last part of a solution of GSM8K.
+        # GSM8K has solutions, with the answer last.
         problem["answer"] = text_of("answer", problem["answer"]).rsplit("####", 1)[-1].strip()
     return problem
 
 
 def applies(reward: str, problem: Problem) -> bool:
-    """True if a problem is judged by the reward function of this name, or of its last part."""
+    """True if the reward function of this name, or of its last part, judges the problem."""
     names = names_rewards(problem)
     return names is None or not {reward, reward.rpartition(":")[2]}.isdisjoint(names)
 
@@ -163,7 +163,7 @@ def names_rewards(problem: Problem) -> list[str] | None:
 
 
 def _is_missing(value: Any) -> bool:
-    """True for None, and for the NaN that some files have in its place."""
+    """True for None, and for NaN, which some files have instead."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -231,29 +231,29 @@ def _splits(config: TrainingConfig) -> Mapping[str, Rows]:
     return {split: numbered(loaded[split], f"split {split} of {name}") for split in loaded}
 
 
-def _problems(rows: Rows, config: TrainingConfig, compared: bool) -> list[Problem]:
-    """The problems of rows, after a check; `compared`: each needs an answer."""
+def _problems(rows: Rows, config: TrainingConfig, needs_answer: bool) -> list[Problem]:
+    """The problems of rows, after a check."""
     problems = []
     for where, row in rows:
         try:
             problem = problem_of(row, config)
         except ValueError as error:
             raise ValueError(f"{error} ({where})") from error
-        _check(problem, where, config, compared)
+        _check(problem, where, config, needs_answer)
         problems.append(problem)
     return problems
 
 
-def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool) -> None:
-    """Refuses a problem without a prompt, the system prompt, or an answer that is compared with."""
+def _check(problem: Problem, where: str, config: TrainingConfig, needs_answer: bool) -> None:
+    """Refuses a problem without a prompt, the system prompt, or a needed answer."""
     if not isinstance(problem, Mapping):
         raise ValueError(f"dataset: expected a dict; got {problem!r:.80} in {where}")
     columns = sorted(key for key, value in problem.items() if value is not None)
     judged = "answer" in config.rewards and applies("answer", problem)
-    if "prompt" not in columns or ("answer" not in columns and (compared or judged)):
-        why = ["the reward answer"] * judged + ["evaluation"] * compared
+    if "prompt" not in columns or ("answer" not in columns and (needs_answer or judged)):
+        why = ["the reward answer"] * judged + ["evaluation"] * needs_answer
         answer = f", and a column answer for {' and '.join(why)}" if why else ""
-        # A function's problems are taken as they are, without a prompt made from a question.
+        # For a function's problems no prompt is built from a question.
         prompt = "prompt" if "question" in columns else "question (or prompt)"
         raise ValueError(
             f"dataset: expected a column {prompt}{answer}; got {columns} in {where}: "
@@ -268,7 +268,7 @@ def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool)
 
 
 def _split(problems: list[Problem], held_out: int) -> tuple[list[Problem], list[Problem]]:
-    """Holds out at most a fifth of the problems, always the same; all or none of a prompt's."""
+    """Holds out at most a fifth of the problems, always the same; no prompt is in both parts."""
     by_prompt: dict[str, list[Problem]] = {}
     for problem in problems:
         by_prompt.setdefault(prompt_key(problem), []).append(problem)
@@ -282,14 +282,14 @@ def _split(problems: list[Problem], held_out: int) -> tuple[list[Problem], list[
 
 
 def why_not_downloaded(error: BaseException | None) -> str:
-    """Says what a failed download means, and what to do about it."""
+    """Returns the cause of a failed download, and what to do about it."""
     from huggingface_hub import errors
 
     first: str | None = None
     while error is not None:
         text = " ".join(str(error).split())
         first = first or f"{type(error).__name__}: {text[:300]}"
-        # datasets says these two in words of its own, without the hub's error.
+        # datasets raises its own error for these two, without the hub's.
         lost = type(error).__name__ == "DatasetNotFoundError"
         if isinstance(error, errors.GatedRepoError) or (lost and "gated" in text):
             return "access is on request: accept the terms on its page, then `hf auth login`"

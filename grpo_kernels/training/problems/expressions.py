@@ -15,11 +15,11 @@ import threading
 from contextlib import suppress
 from functools import cache, lru_cache
 
-# Limits of a comparison. The time is the processor's: a busy machine changes no reward. Windows has
-# no clock for that, and limits the time that passes; nor does it limit memory, as macOS does not.
+# Limits of a comparison. The time is CPU time, so that a busy machine changes no reward; on Windows
+# wall time. Windows and macOS do not limit memory.
 SECONDS = 5.0
 BYTES = 2 << 30
-# Spellings of code as those of LaTeX, in which `10^-3` is 10 to the minus, times 3.
+# Spellings of code and their LaTeX, in which `10^-3` would be 10 to the minus, times 3.
 _LATEX = (
     (r"\*\*", "^"), (r"\^(-?\d+)", r"^{\1}"), (r"(?<![\\a-zA-Z])(pi|sqrt)(?![a-zA-Z])", r"\\\1"),
     (r"\\sqrt\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -29,15 +29,15 @@ _LATEX = (
 class MathVerify:
     """math-verify in a process that a timer ends when a comparison takes too long.
 
-    Any thread may ask, and no alarm of the caller's is touched. `timed_out` counts the calls that
-    had no result, each of them, also where the comparison was known to have none.
+    It works in any thread and uses none of the caller's alarms. `timed_out` counts all calls
+    without a result, cached ones included.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds, self.timed_out = seconds, 0
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        # A reward and accuracy ask for the same, and so do completions that are alike.
+        # A reward and accuracy compare the same pair, as do equal completions.
         self._compare = lru_cache(4096)(self._ask)
 
     def equal(self, answer: str, right: str) -> bool:
@@ -66,7 +66,7 @@ class MathVerify:
             return reply == "True"
         self.close()
         if process.returncode == -9:  # SIGKILL, which Windows does not name
-            raise ChildProcessError("somebody else ended the process")  # and may not do it again
+            raise ChildProcessError("somebody else ended the process")  # retrying may work
         return None
 
     def _start(self) -> subprocess.Popen[str]:
@@ -103,12 +103,12 @@ def _exchange(process: subprocess.Popen[str], line: str = "") -> str:
 
 
 def same_expression(answer: str, right: str) -> bool:
-    """Returns whether math-verify finds two expressions equal; without a result in time, False."""
+    """Returns whether math-verify finds two expressions equal; False without a result in time."""
     return _math_verify().equal(answer, right)
 
 
 def timed_out() -> int:
-    """Returns how many comparisons of this process have ended without a result so far."""
+    """Returns the number of this process's comparisons without a result so far."""
     return _math_verify().timed_out
 
 

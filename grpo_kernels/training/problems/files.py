@@ -14,7 +14,7 @@ Rows = Iterable[tuple[str, Mapping[str, Any]]]
 
 
 def rows_of_file(name: str) -> Rows:
-    """The rows of a file, by its ending. Values are as the file has them; no type is guessed.
+    """The rows of a file, in the format of its ending. Values keep the file's types.
 
     Raises:
         ValueError: there is no such file, no reader of its format, or it is not in this format.
@@ -34,13 +34,13 @@ def splits_of_folder(name: str) -> Mapping[str, Rows]:
     """
     import datasets
 
-    folder = Path(name).absolute()  # which is no name of a dataset or of a format
+    folder = Path(name).absolute()  # not mistaken for a dataset or a format
     try:
         saved = any((folder / x).is_file() for x in ("state.json", "dataset_dict.json"))
         read = datasets.load_from_disk if saved else datasets.load_dataset
         loaded = read(str(folder))
     except Exception as error:  # each reader raises its own
-        # `datasets` says what happened in the cause, in many lines.
+        # The cause has the message of `datasets`, in many lines.
         why = " ".join(str(error.__cause__ or error).split())
         raise ValueError(
             f"dataset: expected a dataset in the folder {name}; {type(error).__name__}: {why:.200}"
@@ -51,7 +51,7 @@ def splits_of_folder(name: str) -> Mapping[str, Rows]:
 
 
 def numbered(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
-    """The rows, by their numbers."""
+    """The rows, each with its number as its place."""
     return ((f"row {i} of {name}", row) for i, row in enumerate(rows, 1))
 
 
@@ -70,7 +70,7 @@ def _lines(name: str) -> Rows:
 
 
 def _list(name: str) -> Rows:
-    """The rows of a file with a list of objects; of one with an object per line as well."""
+    """The rows of a file with a list of objects, or with an object per line."""
     content = Path(name).read_bytes().removeprefix(codecs.BOM_UTF8)
     if not content.lstrip().startswith(b"["):
         yield from _lines(name)
@@ -90,7 +90,7 @@ def _object(where: str, row: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _table(name: str) -> Rows:
-    """The rows of a CSV file. All values are text; an empty one is None."""
+    """The rows of a CSV file. All values are text; an empty value is None."""
     with open(name, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:

@@ -1,4 +1,4 @@
-"""Problems that a run held out: written by the run, read by an evaluation of it."""
+"""Held-out problems: written by a run, read by an evaluation of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_problems(
     folder: Path, train: Sequence[Problem], held_out: Sequence[Problem],
     is_correct: Callable[[str, Any], bool], say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Writes which prompts a run trains on, as digests, and the problems that it holds out."""
+    """Writes digests of the prompts that a run trains on, and its held-out problems."""
     own = None if is_correct is answer_is_correct else getattr(is_correct, "__name__", "is_correct")
     prompts = sorted({_digest(problem) for problem in train})
     logs.write_json(folder / TRAINED_ON, {"is_correct": own, "prompts": prompts})
@@ -30,7 +30,7 @@ def write_problems(
 def problems_to_answer(
     folder: Path, file: Path | None, config: TrainingConfig, say: Callable[[str], None]
 ) -> list[Problem]:
-    """The problems of `file`, or a run's held-out ones, without any that it trains on.
+    """The problems of `file`, or a run's held-out problems, without any that it trains on.
 
     Raises:
         ValueError: there are none.

@@ -1,4 +1,4 @@
-"""Prompts: made of questions, and tokenized."""
+"""Prompts: built from questions, and tokenized."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build_prompt(question: str, config: TrainingConfig) -> str | list[dict[str, 
     if config.chat and instruction:
         system = {"role": "system", "content": instruction}
         return [system, {"role": "user", "content": question}]
-    if config.chat:  # ours is no system message: some templates have none
+    if config.chat:  # no system message: some templates refuse one
         return [{"role": "user", "content": f"{INSTRUCTION}\n\n{question}"}]
     if instruction:
         return f"{instruction}\n{question}"
@@ -31,7 +31,7 @@ def build_prompt(question: str, config: TrainingConfig) -> str | list[dict[str, 
 
 
 class PromptEncoder:
-    """Tokenizes the prompts of problems, each once, for a model with so many tokens."""
+    """Tokenizes the prompts of problems, each once, for a model of this vocabulary size."""
 
     def __init__(self, tokenizer: Any, *, chat: bool, vocabulary: int) -> None:
         self.tokenizer, self.chat, self.vocabulary = tokenizer, chat, vocabulary
@@ -82,7 +82,7 @@ class PromptEncoder:
     def _encode_text(self, text: str) -> list[int]:
         """The tokens of a text to go on from: one begin token, and no end token behind it."""
         begin, end = self.tokenizer.bos_token, self.tokenizer.eos_token_id
-        # A text that a chat template rendered has its special tokens.
+        # A text rendered by a chat template has special tokens already.
         rendered = bool(begin) and text.startswith(begin)
         bare = list(self.tokenizer(text, add_special_tokens=False).input_ids)
         ids = bare if rendered else list(self.tokenizer(text).input_ids)
@@ -97,7 +97,7 @@ def short_enough(
     longest: int,
     say: Callable[[str], None],
 ) -> list[Mapping[str, Any]]:
-    """The problems whose prompts have 1 to `longest` tokens; says how many are left out.
+    """The problems whose prompts have 1 to `longest` tokens; prints how many are dropped.
 
     Raises:
         ValueError: no problem is left.

@@ -1,9 +1,9 @@
-"""Reward functions: what a completion is worth.
+"""Reward functions, called as in TRL.
 
-Reward functions are called as TRL calls them: by keyword, with `prompts`, `completions`,
-`completion_ids` and the columns of the problems that they name, or all with `**columns`; lists with
-one entry per completion. Where a prompt is messages, so is its completion. They return one number
-per completion, None where they do not apply. One that names `metrics` gets an `OwnMetrics`.
+Their arguments are keywords: `prompts`, `completions`, `completion_ids` and the problems' columns
+that they name, or all with `**columns`; lists with one entry per completion. If a prompt is
+messages, so is its completion. They return one number per completion, None where they do not apply.
+A function that names `metrics` gets an `OwnMetrics`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Reward = Callable[..., Sequence[float | None]]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # Keywords that every reward function may name, besides the columns of problems.
 KEYWORDS = ("prompts", "completions", "completion_ids", "transcripts")
-# Errors of a function that takes texts for messages, or messages for texts.
+# Errors of a function that mistakes texts for messages, or messages for texts.
 _SHAPE_ERRORS = (TypeError, IndexError, AttributeError)
 
 
@@ -61,7 +61,7 @@ REWARDS: dict[str, Reward] = {"answer": answer, "format": format}
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function, its name among the options, and the one that its metric has."""
+    """A reward function, its name among the options, and its metric's name."""
 
     name: str
     label: str
@@ -69,23 +69,23 @@ class RewardFunction:
 
 
 class RewardError(StepError, ValueError):
-    """Error of a reward function: it raised, or returned something else than rewards."""
+    """Error of a reward function: it raised, or did not return rewards."""
 
 
 @dataclass(frozen=True)
 class OwnMetrics:
     """Columns that reward functions add to a step's row, each with a curve on the page.
 
-    `metrics` None: the completions are an evaluation's, which is in no row.
+    `metrics` None: the completions are an evaluation's, which has no row.
     """
 
     metrics: Metrics | None = None
 
     def add(self, name: str, values: float | Iterable[float | None] | Tensor) -> None:
-        """Adds values of completions, say; NaN and None are left out. The row has their mean.
+        """Adds values, such as one per completion; NaN and None are ignored. The row has the mean.
 
         Raises:
-            ValueError: a name of the library's.
+            ValueError: a name of the library's metrics.
         """
         if self.metrics is not None:
             several = [values] if isinstance(values, float | int) else values
@@ -95,10 +95,10 @@ class OwnMetrics:
 def resolve_rewards(
     names: Sequence[str], own: Mapping[str, Reward] | None = None
 ) -> list[RewardFunction]:
-    """Returns the reward functions of these names, as many as there are names.
+    """Returns the reward functions of these names, one per name.
 
     Each is one of the library, of the caller's `own`, or imported as `module:function`. Its label
-    is the function's name; where several have that, they are numbered.
+    is the function's name, with a number if several have it.
     """
     known, functions = {**REWARDS, **(own or {})}, list[RewardFunction]()
     for name in names:
@@ -116,15 +116,14 @@ def resolve_rewards(
 
 def check_rewards(
     rewards: Sequence[RewardFunction], problems: Sequence[Mapping[str, Any]], where: str, *,
-    compared: bool = False,
+    needs_answer: bool = False,
 ) -> None:  # fmt: skip
     """Checks that every problem has a reward function, and every function its columns.
 
-    An answer is one that can be compared, if the reward `answer` is to do so, or `compared` says
-    that `answers.is_correct` is.
+    Answers must be comparable for the reward `answer`, and if `needs_answer`.
 
     Raises:
-        ValueError: names the problem, or the function.
+        ValueError: the message names the problem, or the function.
     """
     for reward in rewards:
         judged = [problem for problem in problems if applies(reward.name, problem)]
@@ -139,7 +138,7 @@ def check_rewards(
                 f"run has {', '.join(reward.name for reward in rewards)}: name some of these in "
                 "it, or rename the column if it means something else"
             )
-        if compared or any(x.function is answer and applies(x.name, problem) for x in rewards):
+        if needs_answer or any(x.function is answer and applies(x.name, problem) for x in rewards):
             try:
                 text_of("answer", problem.get("answer"))
             except ValueError as error:
@@ -154,11 +153,11 @@ def reward_table(
     """`[B][R]` rewards, one per completion and function; NaN where a function does not apply.
 
     A function gets copies of its arguments, and only the completions that it judges, with every
-    column that one of their problems has, None where another lacks it. `more` are lists with one
-    entry per completion, by keyword; `metrics`: of the step, None for an evaluation.
+    column of their problems, None where a problem lacks it. `more`: lists with one entry per
+    completion, by keyword. `metrics`: of the step, None for an evaluation.
 
     Raises:
-        RewardError: a function raised, or returned another number of values or one that is not
+        RewardError: a function raised, returned another number of values, or a value that is not
             finite.
     """
     table = [[math.nan] * len(rewards) for _ in problems]
@@ -178,7 +177,7 @@ def reward_table(
             for text, problem in zip([completions[i] for i in rows], judged, strict=True)
         ]  # fmt: skip
         arguments: dict[str, Any] = {
-            # Each by itself: completions of one problem share its objects.
+            # Copied one by one: completions of one problem share its objects.
             key: [deepcopy(x) for x in offered[key]] if key in offered else OwnMetrics(metrics)
             for key in _keywords(reward, offered)
         }
@@ -187,7 +186,7 @@ def reward_table(
             name, partial(reward.function, **arguments), RewardError,
             partial(_shape_of_arguments, offered["prompts"][0]),
         )  # fmt: skip
-        # A generator, say, runs here.
+        # A generator runs here.
         values, numbers = user_code.call(name, partial(_numbers, returned), RewardError)
         if len(values) != len(rows):
             raise RewardError(
@@ -205,10 +204,10 @@ def reward_table(
 
 @dataclass(frozen=True)
 class Judged:
-    """Texts of a process's completions, and what they are worth."""
+    """Texts of a process's completions, and their rewards."""
 
     texts: list[str]  # [B], what the policy wrote
-    transcripts: list[str]  # [B], the texts with what tools said
+    transcripts: list[str]  # [B], the texts with the tools' outputs
     rewards: Tensor  # [B, R], float64, NaN where a function does not apply
     correct: list[bool]  # [B], or empty where no answer is judged
     timed_out: int  # comparisons of answers without a result
@@ -220,17 +219,11 @@ def judge(
     metrics: Metrics | None, *, texts: list[str], transcripts: list[str],
     completion_ids: list[list[int]],
 ) -> Judged:  # fmt: skip
-    """Judges completions, each of its problem.
+    """Judges a process's completions; `problems` has one per completion.
 
-    Args:
-        accelerator: of the processes, which all judge their own.
-        rewards: the functions.
-        is_correct: of a text and its problem's answer; None judges no answer.
-        problems: one per completion.
-        metrics: of the step, to which functions may add; None for an evaluation.
-        texts: what the policy wrote.
-        transcripts: the same with what tools said.
-        completion_ids: tokens of the texts.
+    `is_correct`: of a text and its problem's answer; None judges no answer. `metrics`: of the step,
+    to which functions may add; None for an evaluation. `texts`: the policy's tokens; `transcripts`:
+    with the tools' outputs.
 
     Raises:
         RewardError: a function failed on one rank; on every rank.
@@ -250,20 +243,19 @@ def judge(
 
 
 def weighted_sum(rewards: Tensor, weights: Sequence[float]) -> Tensor:
-    """`[B]` weighted sums of the `[B, R]` rewards that apply, NaN where none does; weights of 1
-    if there are none.
+    """`[B]` weighted sums of the `[B, R]` rewards that apply; NaN where none does. Without
+    `weights`, 1 each.
     """
     factors = rewards.new_tensor(weights or [1.0] * rewards.shape[1])
     return (rewards.nan_to_num() * factors).sum(1).masked_fill(rewards.isnan().all(1), math.nan)
 
 
 def _columns(problems: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the columns that reward functions may name."""
     return sorted(set().union(*problems) - {"prompt", *KEYWORDS})
 
 
 def _keywords(reward: RewardFunction, offered: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """Returns the keywords that a function is called with, from the offered ones and `metrics`."""
+    """Returns the function's keywords, from `offered` and `metrics`."""
     parameters = inspect.signature(reward.function).parameters.values()
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if "metrics" in by_name:
@@ -289,13 +281,13 @@ def _keywords(reward: RewardFunction, offered: Sequence[str] | Mapping[str, Any]
 
 
 def _numbers(returned: Any) -> tuple[list[Any], list[float]]:
-    """Returns the values of a reward function, and as numbers, with NaN for None."""
+    """Returns the values of a reward function, and the same as numbers, with NaN for None."""
     values = list(returned)
     return values, [math.nan if value is None else float(value) for value in values]
 
 
 def _shape_of_arguments(prompt: Any, error: BaseException) -> str:
-    """Returns which shape the arguments have, if the error may be of that."""
+    """Returns a hint at the arguments' shape, if the error may come from it."""
     if not isinstance(error, _SHAPE_ERRORS):
         return ""
     kind = "text" if isinstance(prompt, str) else "lists of messages"

@@ -1,1 +1,1 @@
-"""A run: what outlives a step, and what a person sees of it."""
+"""A run: its state between steps, its files, and its observers."""

@@ -25,7 +25,7 @@ def write(
 ) -> None:
     """Writes `about.json` in the folder of a run with these options."""
     values = {
-        "defaults": config.default_json(), "versions": dict(versions), "metrics": metrics.own(),
+        "defaults": config.default_json(), "versions": dict(versions), "metrics": metrics.by_user(),
     }  # fmt: skip
     logs.write_json(folder / "about.json", values)
 
@@ -50,7 +50,7 @@ def _name_of(device: torch.device) -> str:
     if hasattr(module, "get_device_name"):
         return str(module.get_device_name(device))
     if device.type != "cpu":
-        return device.type  # Apple's: its module has no names
+        return device.type  # Apple's module has no names
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((x.partition(": ")[2] for x in lines if x.startswith("model name")), "CPU")

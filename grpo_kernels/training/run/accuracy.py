@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems: judged answers in, a share with its 95 % interval out."""
+"""Accuracy on held-out problems, with its 95 % interval, from judged answers."""
 
 from __future__ import annotations
 
@@ -39,12 +39,9 @@ class Evaluation:
         return {"step": step, **self._numbers()}
 
     def write(self, folder: Path, step: int, samples: Evaluation | None = None) -> None:
-        """Adds the evaluation to a run's files, with its answers.
+        """Adds the evaluation after `step`, with its answers, to a run's files.
 
-        Args:
-            folder: the run's.
-            step: the evaluated weights are those after it.
-            samples: another evaluation, by several completions per problem.
+        `samples`: another evaluation, by several completions per problem.
         """
         more = {"samples": {"count": samples.count, **samples._numbers()}} if samples else {}
         logs.append(folder / "evaluations.jsonl", {**self.summary(step), **more})
@@ -66,7 +63,7 @@ class Evaluation:
 def accuracy_of(answers: Sequence[dict[str, Any]], count: int = 1, late: int = 0) -> Evaluation:
     """Sums up answers, `count` per problem, each with `correct` and `reward`.
 
-    The interval is over problems, whose completions are not independent of each other.
+    The interval is over problems, as completions of a problem are not independent.
     """
     groups = [answers[i : i + count] for i in range(0, len(answers), count)]
     shares = [sum(answer["correct"] for answer in group) / count for group in groups]
@@ -76,11 +73,11 @@ def accuracy_of(answers: Sequence[dict[str, Any]], count: int = 1, late: int = 0
 
 
 def wilson_interval(successes: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The score interval (Wilson 1927), which stays in [0, 1] and has a width at both ends."""
+    """The score interval (Wilson 1927), within [0, 1] and never of width 0."""
     share = successes / count
     middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
-    # Rounding may move an end to the wrong side of the share itself.
+    # Rounding may move an end to the wrong side of the share.
     return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
 
 
@@ -89,7 +86,7 @@ def _mean_of(values: Sequence[float]) -> tuple[float, float, float]:
     mean, n = sum(values) / len(values), len(values)
     if set(values) <= {0.0, 1.0}:
         return mean, *wilson_interval(round(sum(values)), n)
-    if n == 1:  # one share says nothing of the others
+    if n == 1:  # the spread is unknown
         return mean, 0.0, 1.0
     variance = sum((value - mean) ** 2 for value in values) / (n - 1)
     half = 1.96 * math.sqrt(variance / n)

@@ -1,9 +1,9 @@
-"""Checkpoints: one file each, which is whole or not there.
+"""Checkpoints: one file each, written completely or not at all.
 
-A checkpoint is written under another name, flushed to the disk, and renamed at the end: neither a
-kill nor a full disk leaves half of one, or takes the one before. It holds what training changes:
-the trained weights, the optimizer, a reference that follows, and the run's own state. Frozen
-weights come with the model. Random numbers need no state, as each step has a seed of its own.
+A checkpoint is written under another name, flushed to the disk, and renamed at the end: after a
+kill or on a full disk the one before stays. It has what training changes: the trained weights, the
+optimizer, a moving reference, and the run's state. Frozen weights come with the model. Random
+numbers need no state, as each step has a seed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ..config import TrainingConfig
 from . import ranks
 
-# Options that may change when a run goes on: how long, how often something is logged or saved, and
-# how the work is cut into pieces.
+# Options that may change when a run is resumed: its length, intervals of logs and checkpoints, and
+# the size of micro-batches.
 MAY_CHANGE = {
     "steps", "output", "resume", "eval_every", "save_every", "show_every", "explain_every",
     "save_model", "trackers", "micro_batch_size", "vllm_gpu_memory_utilization",
@@ -35,16 +35,14 @@ _STATE = {
     "step": int, "config": dict, "processes": int, "micro_batch_size": int,
     "inputs": dict,
 }  # fmt: skip
-# Numbers of each weight that a digest is of.
+# Elements of each weight that enter a digest.
 _SAMPLED = 4096
 
 
-class Changing:
-    """Whatever training changes: the trained weights, and parts that have a state of their own.
+class TrainedState:
+    """Everything that training changes: the trained weights, and parts with a state.
 
-    Args:
-        policy: not wrapped for the processes.
-        parts: by name, each with `state_dict` and `load_state_dict`; None: there is none.
+    `policy`: not wrapped. `parts`: by name, each with `state_dict` and `load_state_dict`, or None.
     """
 
     def __init__(self, policy: nn.Module, **parts: Any) -> None:
@@ -53,7 +51,6 @@ class Changing:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights by name."""
         return {n: p.detach() for n, p in self.policy.named_parameters() if p.requires_grad}
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,7 +58,7 @@ class Changing:
         return {"trained": self.weights} | {n: x.state_dict() for n, x in self.parts.items()}
 
     def load_state_dict(self, tensors: Mapping[str, Any]) -> None:
-        """Takes the tensors of a checkpoint, which has no scaler if its device needed none."""
+        """Restores the tensors of a checkpoint, which has no scaler if its device needed none."""
         for name, weight in self.weights.items():
             weight.copy_(tensors["trained"][name])
         for name in self.parts.keys() & tensors.keys():
@@ -76,11 +73,7 @@ def save(
 ) -> str | None:
     """Writes the checkpoint of `state["step"]`; returns the error, in all processes, or None.
 
-    Args:
-        accelerator: of the processes; the main one writes.
-        folder: the run's.
-        state: as JSON takes it.
-        tensors: state dicts by name, which `weights_only` reads.
+    `state`: values for JSON. `tensors`: state dicts by name.
     """
     error = None
     if accelerator.is_main_process:
@@ -95,14 +88,14 @@ def save(
             scratch.replace(path)
         except (OSError, RuntimeError) as failed:
             scratch.unlink(missing_ok=True)
-            # torch may fail at closing a file that the disk had no room for.
+            # torch may fail to close a file for which the disk had no room.
             cause = failed.__context__ if isinstance(failed.__context__, OSError) else failed
             error = f"{type(cause).__name__}: {cause}"
     return ranks.reduce(accelerator, error, itemgetter(0))
 
 
 def state_of(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint's state, and none of its tensors.
+    """Reads a checkpoint's state without its tensors.
 
     Raises:
         ValueError: it is not a checkpoint of this library. No code in it is run.
@@ -123,7 +116,7 @@ def state_of(path: Path) -> dict[str, Any]:
 
 
 def tensors_of(path: Path) -> dict[str, Any]:
-    """Reads the tensors of a checkpoint, to the CPU, by the names that `save` had them under."""
+    """Reads the tensors of a checkpoint, to the CPU, under the names passed to `save`."""
     saved = torch.load(path, map_location="cpu", weights_only=True)
     return {name: value for name, value in saved.items() if name != "state"}
 
@@ -145,7 +138,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, best: int) -> None:
-    """Deletes all checkpoints but the best step's and the last two, and what a kill left."""
+    """Keeps the best step's and the last two checkpoints; deletes others and unfinished files."""
     paths = _by_step(folder)
     for step in set(paths) - {best, *sorted(paths)[-2:]}:
         paths[step].unlink(missing_ok=True)
@@ -158,32 +151,28 @@ def _by_step(folder: Path) -> dict[int, Path]:
     return {int(path.stem[5:]): path for path in paths if path.stem[5:].isdigit()}
 
 
-# What a run that goes on has to have
+# Checks of a resumed run
 
 
 def inputs_of(
     train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]], tokenizer: Any,
-    model: nn.Module, whole: Sequence[nn.Module] = (),
+    model: nn.Module, frozen: Sequence[nn.Module] = (),
 ) -> dict[str, str]:  # fmt: skip
     """Makes digests, by name, of a run's inputs besides its options.
 
-    Args:
-        train: problems; like `held_out`, with all of their columns.
-        held_out: problems of the evaluations.
-        tokenizer: the policy's; it tokenizes all prompts.
-        model: the policy's; no checkpoint has its frozen weights.
-        whole: models that no checkpoint has any weight of. Of each weight some numbers are read.
+    Problems count with all of their columns, models with some numbers of each weight that no
+    checkpoint has: frozen weights of `model`, all weights of the models `frozen`.
     """
     problems = [*train, *held_out]
-    # Not the prompts as encoded: a chat template may print the date.
+    # Without the chat template, which may print the date.
     tokens = (str(tokenizer(str(problem["prompt"])).input_ids) for problem in problems)
     template = str(getattr(tokenizer, "chat_template", None))
     trained = [name for name, x in model.named_parameters() if x.requires_grad]
     weights = (
-        f"{name} {x.dtype} {list(x.shape)} {_some_numbers(x.data)}"
-        for one in dict.fromkeys((model, *whole))
+        f"{name} {x.dtype} {list(x.shape)} {_sampled_bytes(x.data)}"
+        for one in dict.fromkeys((model, *frozen))
         for name, x in one.state_dict(keep_vars=True).items()
-        if isinstance(x, Tensor) and (one in whole or not x.requires_grad)
+        if isinstance(x, Tensor) and (one in frozen or not x.requires_grad)
     )
     return {
         "problems": f"{len(train)} + {len(held_out)}, {_digest(map(_as_text, problems))}",
@@ -201,7 +190,7 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 def _as_text(problem: Mapping[str, Any]) -> str:
-    """A text that is the same in every process, whatever the problem has in its columns."""
+    """A text of the problem, the same in every process."""
     return json.dumps(problem, skipkeys=True, default=_plain)
 
 
@@ -211,8 +200,8 @@ def _plain(value: Any) -> Any:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address, which changes
 
 
-def _some_numbers(x: Tensor) -> str:
-    """The bytes of some numbers of a weight; nothing of one that is elsewhere, or no plain one."""
+def _sampled_bytes(x: Tensor) -> str:
+    """The bytes of some elements of a weight, as hex; "" for a sharded or quantized weight."""
     if type(x) is not Tensor or x.is_meta:
         return ""
     step = x.numel() // _SAMPLED | 1  # odd, or it might see a single column
@@ -220,12 +209,12 @@ def _some_numbers(x: Tensor) -> str:
 
 
 def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
-    """Refuses to go on with other options than the checkpoint's.
+    """Refuses to resume with other options than the checkpoint's.
 
-    An option that the checkpoint's version did not have yet was at its default.
+    An option newer than the checkpoint's version was at its default.
 
     Raises:
-        ValueError: names each that has changed, with both values.
+        ValueError: the message names each change, with both values.
     """
     now, before = config.as_json(), config.default_json() | state["config"]
     names = [n for n in now if n not in MAY_CHANGE and now[n] != before[n]]
@@ -243,7 +232,7 @@ def check_options(state: Mapping[str, Any], config: TrainingConfig) -> None:
 
 
 def check_processes(state: Mapping[str, Any], processes: int) -> None:
-    """Refuses to go on with another number of processes than the checkpoint's."""
+    """Refuses to resume with another number of processes than the checkpoint's."""
     if state["processes"] != processes:
         raise ValueError(
             f"resume: expected as many processes as the checkpoint has, {state['processes']}; got "
@@ -252,10 +241,10 @@ def check_processes(state: Mapping[str, Any], processes: int) -> None:
 
 
 def check_inputs(state: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
-    """Refuses to go on with other inputs than the checkpoint's.
+    """Refuses to resume with other inputs than the checkpoint's.
 
     Raises:
-        ValueError: names each that has changed, with both values.
+        ValueError: the message names each change, with both values.
     """
     before: Mapping[str, str] = state["inputs"]
     names = [n for n in {**before, **inputs} if before.get(n) != inputs.get(n)]

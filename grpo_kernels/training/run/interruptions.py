@@ -1,4 +1,4 @@
-"""Ends of a step before its time, in all processes: signals, and memory that runs out."""
+"""Interruptions of a step, in all processes: signals, and memory that runs out."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from accelerate import Accelerator
 from ...base.memory import ran_out_of_memory
 from . import ranks
 
-# The exit status of a run that was asked to stop, and goes on with --resume (EX_TEMPFAIL).
+# The exit status of a run stopped by a signal, to continue with --resume (EX_TEMPFAIL).
 RESUME = 75
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StepError(RuntimeError):
-    """A step that cannot go on; the trainer writes a checkpoint of the one before and ends."""
+    """Error of a step; the trainer writes a checkpoint of the step before and ends."""
 
 
 class BadUpdates(RuntimeError):
-    """Error of `count` updates in a row without a finite gradient; `checkpoint` is the last one."""
+    """Error of `count` updates in a row without a finite gradient; names the last `checkpoint`."""
 
     def __init__(self, count: int, checkpoint: Path | None) -> None:
         super().__init__(
@@ -45,10 +45,10 @@ class Preempted(SystemExit):
 
 
 class Interruptions:
-    """Notes signals inside a `with` block; `check` raises what one process has met in all.
+    """Notes signals inside a `with` block; `check` raises one process's signal or error in all.
 
-    The first signal waits for the next check, a second one does what it did before the block.
-    Signals reach a process's main thread alone: in another one they are not looked for.
+    The first signal waits for the next check; a second signal acts as before the block. Only a
+    process's main thread gets signals: in other threads there is no handler.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -66,17 +66,16 @@ class Interruptions:
         self._restore()
 
     def check(self, error: Exception | None = None, *, may_stop: bool = True) -> None:
-        """Raises in all processes if one of them was signalled, or has met an error.
+        """Raises in all processes if one of them got a signal or an error.
 
-        Args:
-            error: what this one has met: a `StepError`, or one of memory that ran out.
-            may_stop: whether nothing is lost if the step ends here; else a signal waits.
+        `error`: this process's, a `StepError` or out of memory. `may_stop`: nothing is lost if the
+        step ends here; else a signal waits.
         """
-        own = error if isinstance(error, StepError) else None
-        met = 2 if own is not None else int(error is not None)
+        step_error = error if isinstance(error, StepError) else None
+        met = 2 if step_error is not None else int(error is not None)
         worst, number = ranks.largest(self.accelerator, [met, self.signal])
         if worst == 2:
-            raise own or StepError("another process failed, with the error that it prints")
+            raise step_error or StepError("another process failed, with the error that it prints")
         if worst == 1:
             raise OutOfMemory
         if number and may_stop:
@@ -84,9 +83,9 @@ class Interruptions:
 
     @contextmanager
     def guard(self, *, may_stop: bool = False) -> Iterator[None]:
-        """Checks after the block, in which no process waits for another.
+        """Calls `check` after the block, in which no process may wait for another.
 
-        Memory may run out in it, and a loss of the user's own fail.
+        The block may run out of memory, and the user's loss may fail in it.
         """
         met: Exception | None = None
         try:
@@ -102,7 +101,7 @@ class Interruptions:
         self._restore()
         if self.accelerator.is_main_process:  # print is not safe in a handler
             name = signal.Signals(number).name
-            with suppress(OSError):  # nobody may read it any more
+            with suppress(OSError):  # the terminal may be closed
                 os.write(2, f"\n{name}: ends as soon as nothing is lost; again: at once\n".encode())
 
     def _restore(self) -> None:

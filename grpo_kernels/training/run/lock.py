@@ -1,4 +1,4 @@
-"""The lock of a run's folder, in which one run trains at a time."""
+"""The lock of a run's folder: one run at a time trains in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from . import ranks
 
-# Of file systems without locks.
+# Errors of file systems without locks.
 _NO_LOCKS = (OSError, NotImplementedError)
 
 
@@ -20,7 +20,7 @@ def locked(accelerator: Accelerator, folder: Path, warn: Callable[[str], None]) 
     """Makes a run's folder, and keeps other runs from training in it inside the block.
 
     Raises:
-        RuntimeError: another one does.
+        RuntimeError: another run trains in it.
     """
     taken = False
     with ExitStack() as lock:
@@ -33,12 +33,12 @@ def locked(accelerator: Accelerator, folder: Path, warn: Callable[[str], None]) 
             except _NO_LOCKS as error:
                 warn(f"{folder} cannot be locked ({error}): train one run in it alone")
         if ranks.reduce(accelerator, taken, any):
-            raise RuntimeError(is_taken(folder))
+            raise RuntimeError(in_use_message(folder))
         yield
 
 
 def is_locked(folder: Path) -> bool:
-    """True if a process trains in the folder, as far as its file system has locks."""
+    """True if a process trains in the folder; False if its file system has no locks."""
     lock = _lock_of(folder)
     if not Path(lock.lock_file).exists():
         return False
@@ -51,8 +51,8 @@ def is_locked(folder: Path) -> bool:
         return False
 
 
-def is_taken(folder: Path) -> str:
-    """The error of a run whose folder another one trains in."""
+def in_use_message(folder: Path) -> str:
+    """The error message of a folder in which another run trains."""
     return f"output: another process trains in {folder}: pass another output"
 
 

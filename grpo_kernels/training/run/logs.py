@@ -12,16 +12,16 @@ from typing import Any
 
 from ...explain.records import read_rows
 
-# Problems that a run holds out, and digests of the prompts that it trains on: every run has these.
+# Held-out problems, and digests of the prompts that the run trains on.
 HELD_OUT, TRAINED_ON = "held_out.jsonl", "trained_on.json"
 NAMES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "answers.jsonl")
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Writes a row at the end of a file, or nothing.
+    """Appends a row to a file, completely or not at all.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: the disk is full, for example.
     """
     line = (json.dumps(_json_safe(row), default=_plain) + "\n").encode()
     with path.open("ab", buffering=0) as file:
@@ -30,24 +30,24 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
             while line:
                 line = line[file.write(line) :]
         except OSError as error:
-            with suppress(OSError):  # no file has a length: a device
-                file.truncate(size)  # half a row would swallow the next one
-            error.filename = str(path)  # which that of a write does not have
+            with suppress(OSError):  # a device has no length
+                file.truncate(size)  # half a row would spoil the next
+            error.filename = str(path)  # an error of a write lacks it
             raise
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes a file, whole or not at all."""
+    """Writes a file, completely or not at all."""
     _replace(path, json.dumps(values, indent=1) + "\n")
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a file with a row per line, whole or not at all."""
+    """Writes a file with a row per line, completely or not at all."""
     _replace(path, "".join(json.dumps(_json_safe(row), default=_plain) + "\n" for row in rows))
 
 
 def write_if_exact(path: Path, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Writes a file as `write_rows` does if its rows can be read again as they are."""
+    """Writes a file as `write_rows` does if JSON preserves its rows; returns whether it does."""
     try:
         exact = json.loads(json.dumps(rows)) == rows
     except (TypeError, ValueError):
@@ -77,9 +77,9 @@ def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:
         if path.exists():
             write_rows(path, [row for row in read_rows(path) if row["step"] <= step])
     # The answers of an evaluation are written before its row.
-    answers, whole = folder / "answers.jsonl", {x["step"] for x in read_rows(folder / NAMES[2])}
+    answers, complete = folder / "answers.jsonl", {x["step"] for x in read_rows(folder / NAMES[2])}
     if answers.exists():
-        write_rows(answers, [row for row in read_rows(answers) if row["step"] in whole])
+        write_rows(answers, [row for row in read_rows(answers) if row["step"] in complete])
     for path in (folder / "explanations").glob("step-*"):
         number = path.stem.removeprefix("step-")
         if number.isdigit() and int(number) > step:
@@ -87,12 +87,12 @@ def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:
 
 
 def _plain(x: Any) -> Any:
-    """Returns the number or the list that a value of NumPy or torch is, else its text."""
+    """Returns a value of NumPy or torch as number or list, any other as text."""
     return x.tolist() if hasattr(x, "tolist") else str(x)
 
 
 def _json_safe(x: Any) -> Any:
-    """Replaces NaN and inf by null, as JSON has neither."""
+    """Replaces NaN and inf by None, as JSON has neither."""
     if isinstance(x, Mapping):
         return {key: _json_safe(value) for key, value in x.items()}
     return None if isinstance(x, float) and not math.isfinite(x) else x

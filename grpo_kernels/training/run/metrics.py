@@ -1,4 +1,4 @@
-"""Metrics of a run: a registry of how each is merged, what is added to a step, and its seconds."""
+"""Metrics of a run: how each is merged, the values of a step, and its seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...loss.metrics import TAKEN, TAKEN_PREFIXES
 from . import ranks
 
-# Each function keeps NaN.
+# Each function propagates NaN.
 MERGES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean, "max": torch.amax, "min": torch.amin, "sum": torch.sum,
 }  # fmt: skip
@@ -30,7 +30,7 @@ class Metric:
     Args:
         name: the column's.
         merge: `"mean"`, `"max"`, `"min"` or `"sum"` of added values, updates and processes.
-        chart: the title of its picture in `report.html`, which metrics may share; None: its name.
+        chart: the title of its chart in `report.html`, which metrics may share; None: its name.
         unit: of its values, such as "s" or "tokens"; with "%" the page shows a share of 0.25 as
             25 %.
     """
@@ -42,7 +42,7 @@ class Metric:
 
 
 _GAP, _WEIGHT = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
-# The library's own metrics that are no means.
+# The library's metrics that are not means.
 _LIBRARY = {
     **dict.fromkeys(("tokens", "answers_timed_out"), "sum"),
     **dict.fromkeys(("ratio_max", "kl_max", "sampler_gap_max", "clip_ratio/high_max",
@@ -54,7 +54,7 @@ _LIBRARY = {
 class Metrics:
     """The metrics of a run, by name; losses, rewards, rollouts and users add to them.
 
-    One that is not registered is a mean, `longest_max` as well: no name says how to merge.
+    A metric that is not registered is a mean, whatever its name.
     """
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class Metrics:
         self._values: dict[str, list[float]] = {}
 
     def register(self, *metrics: Metric) -> None:
-        """Adds metrics; one of the same name is replaced.
+        """Adds metrics; replaces a metric of the same name.
 
         Raises:
-            ValueError: a name of the library's, or a `merge` that does not exist.
+            ValueError: a name of the library's metrics, or a `merge` that does not exist.
             TypeError: a `chart` or a `unit` that is not a text.
         """
         for metric in metrics:
@@ -81,37 +81,37 @@ class Metrics:
             self._metrics[metric.name] = metric
 
     def add(self, name: str, values: Iterable[float] | Tensor) -> None:
-        """Adds values of this process's tokens or completions to the step; NaN is left out.
+        """Adds values of this process's tokens or completions to the step; NaN is ignored.
 
         Raises:
-            ValueError: a name of the library's.
+            ValueError: a name of the library's metrics.
         """
         _check_name(name)
         self.add_own(name, values)
 
     def add_own(self, name: str, values: Iterable[float] | Tensor) -> None:
-        """Adds values of the library itself, whose names `add` refuses."""
+        """Adds values of the library's metrics, whose names `add` refuses."""
         numbers = values.flatten().tolist() if isinstance(values, Tensor) else map(float, values)
         self._values.setdefault(name, []).extend(x for x in numbers if not math.isnan(x))
 
     def clear(self) -> None:
-        """Forgets the values since the last row, an evaluation's, say."""
+        """Drops the values since the last row, such as an evaluation's."""
         self._values = {}
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
-        """Returns the step's values of all processes, merged, and forgets them."""
+        """Returns the step's values of all processes, merged, and drops them."""
         values, self._values = self._values, {}
-        # Each process merges its own values first: a mean is then one of means with counts.
+        # Each process merges its values first; means are then weighted by counts.
         local = {name: (self._merged(name, x), len(x)) for name, x in values.items()}
         parts = ranks.reduce(accelerator, [local], lambda lists: [one for (one,) in lists])
         row = dict[str, float]()
         for name in dict.fromkeys(name for part in parts for name in part):
-            found = [part[name] for part in parts if name in part and part[name][1]]
-            total = sum(count for _, count in found)
-            if self._merge_of(name) == "mean" and found:
-                row[name] = sum(mean * count for mean, count in found) / total
+            reported = [part[name] for part in parts if name in part and part[name][1]]
+            total = sum(count for _, count in reported)
+            if self._merge_of(name) == "mean" and reported:
+                row[name] = sum(mean * count for mean, count in reported) / total
             else:
-                row[name] = self._merged(name, [x for x, _ in found])
+                row[name] = self._merged(name, [x for x, _ in reported])
         return row
 
     def merge_updates(self, updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -122,16 +122,16 @@ class Metrics:
                 values.setdefault(name, []).append(value)
         return {name: self._merged(name, x) for name, x in values.items()}
 
-    def own(self) -> dict[str, dict[str, str | None]]:
+    def by_user(self) -> dict[str, dict[str, str | None]]:
         """Returns the chart and the unit of each metric that the user registered, by name."""
-        own = (metric for name, metric in self._metrics.items() if name not in _LIBRARY)
-        return {metric.name: {"chart": metric.chart, "unit": metric.unit} for metric in own}
+        registered = (metric for name, metric in self._metrics.items() if name not in _LIBRARY)
+        return {metric.name: {"chart": metric.chart, "unit": metric.unit} for metric in registered}
 
     def _merge_of(self, name: str) -> str:
         return self._metrics[name].merge if name in self._metrics else "mean"
 
     def _merged(self, name: str, values: list[float]) -> float:
-        """The values' mean, or the metric's other merge; NaN of no value."""
+        """The values merged by the metric's rule; NaN without values."""
         if not values:
             return math.nan
         numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -144,7 +144,7 @@ def _check_name(name: str) -> None:
 
 
 class Clock:
-    """Seconds of a step: of its parts by name, and of head and loss within its updates."""
+    """Seconds of a step: its parts by name, and head and loss within its updates."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -169,7 +169,7 @@ class Clock:
     def head_backward(self, loss: Tensor, hidden: Tensor) -> None:
         """Counts the backward from the loss to these states, once it runs.
 
-        It is not counted where the states need no gradient, as those of a frozen body.
+        Counts nothing if the states need no gradient, as with a frozen body.
         """
         if loss.requires_grad and hidden.requires_grad:
             starts: list[Any] = []
@@ -184,7 +184,7 @@ class Clock:
         return sum(end - start for start, end in self._spans)
 
     def _now(self) -> Any:
-        """Returns the time, or on CUDA an event in the stream, for which nothing waits."""
+        """Returns the time, or on CUDA an event in the stream, without waiting."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -193,7 +193,7 @@ class Clock:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held so far."""
+    """The largest number of bytes that this process has had allocated so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -1,7 +1,7 @@
 """Observers of a run: terminal, completions, trackers, page.
 
-A run without any of them trains the same, and so does one in which they fail. All of them are in
-the main process alone, and see a row once it is written.
+Observers do not change training, even if they fail. They run in the main process only, and see a
+row after it is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from . import about, logs, ranks
 from .accuracy import Evaluation
 from .metrics import Metrics
 
-# What the terminal shows of a step, if a run has it.
+# The metrics of a step that the terminal shows.
 _LINE = {
     "reward": "reward {:.3f}", "accuracy": "sampled accuracy {:.0%}", "kl": "kl {:.4f}",
     "entropy": "entropy {:.2f}", "completion_length": "length {:.1f}",
@@ -32,7 +32,7 @@ _LINE = {
 }  # fmt: skip
 
 
-class Ended(Protocol):
+class HasEnded(Protocol):
     """A completion that was cut or not."""
 
     @property
@@ -47,7 +47,7 @@ class Samples(Protocol):
     @property
     def prompt_of(self) -> Sequence[int]: ...
     @property
-    def completions(self) -> Sequence[Ended]: ...
+    def completions(self) -> Sequence[HasEnded]: ...
     @property
     def transcripts(self) -> Sequence[str]: ...
     @property
@@ -57,10 +57,9 @@ class Samples(Protocol):
 
 
 class Observer:
-    """Hears of a run's start after some step, every step and evaluation, and its end.
+    """Methods called at a run's start after some step, every step and evaluation, and its end.
 
-    The weights evaluated are those after the step. A row is the observer's own copy. Here nothing
-    comes of it.
+    An evaluation is of the weights after the step. A row is a copy. By default they do nothing.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -77,7 +76,7 @@ class Observer:
 
 
 class Completions(Observer):
-    """Writes completions to `samples.jsonl`: of some steps, and of those with a warning or page."""
+    """Writes completions to `samples.jsonl`: of some steps, and of steps with a warning or page."""
 
     def step(self, row: dict[str, Any], samples: Samples) -> None:
         if self.shows_samples(row["step"]) or row.keys() & {"warnings", "explained"}:
@@ -110,7 +109,7 @@ class Terminal(Observer):
 
 
 class Trackers(Observer):
-    """Tells accelerate's trackers the numbers of every step and evaluation."""
+    """Sends accelerate's trackers the numbers of every step and evaluation."""
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator) -> None:
         super().__init__(config)
@@ -133,7 +132,7 @@ class Trackers(Observer):
 
 
 class Page(Observer):
-    """Writes `report.html`, and says at the end what came of the run."""
+    """Writes `report.html`, and prints the run's result at the end."""
 
     def __init__(self, config: TrainingConfig, metrics: Metrics) -> None:
         super().__init__(config)
@@ -166,7 +165,7 @@ def _plain(value: Any) -> Any:
 
 
 def print_above(text: str) -> None:
-    """Prints above the progress bar, without control characters; where that fails, nothing."""
+    """Prints above the progress bar, without control characters; ignores a closed terminal."""
     with suppress(Exception, SystemExit):
         tqdm.write(printable(text))
 
@@ -207,7 +206,6 @@ def introduction(
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    """A step's row in one line of text."""
     texts = [form.format(row[k]) for k, form in _LINE.items() if k in row]
     return f"{row['step']:5d}  {'  '.join(texts)}  {row['seconds']:.1f} s"
 

@@ -26,11 +26,11 @@ from ..config import DTYPES, TrainingConfig
 _T = TypeVar("_T")
 # Seconds after which a collective fails by itself in a run with vLLM.
 _SAMPLING_S = 2640.0
-# The environment that `accelerate` reads. Some variables are refused: these flags, with which
-# DEEPSPEED_*, FSDP_*, MEGATRON_LM_* and PARALLELISM_CONFIG_* count, and a backend of fp8.
+# The environment that `accelerate` reads. Some variables are refused: these flags, which enable
+# DEEPSPEED_*, FSDP_*, MEGATRON_LM_* and PARALLELISM_CONFIG_*, and a backend of fp8.
 _SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
 _SHARDED_TYPES = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}
-# Some are overruled: ACCELERATE_MIXED_PRECISION, by `dtype`, and these, which a run prints. The
+# Some are overridden: ACCELERATE_MIXED_PRECISION, by `dtype`, and these, which a run prints. The
 # weights of a compiled model would be saved under other names.
 _OVERRULED = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
@@ -38,9 +38,9 @@ _OVERRULED = {
     ),
     "ACCELERATE_DYNAMO_BACKEND": ("no", "the policy is not compiled"),
 }  # fmt: skip
-# Others change neither gradients nor names: which devices (ACCELERATE_USE_CPU, _TORCH_DEVICE,
-# _CPU_AFFINITY, _BYPASS_DEVICE_MAP, _USE_SAGEMAKER), what is printed (_DEBUG_MODE, _LOG_LEVEL,
-# _ENABLE_RICH), what counts on a TPU or for DeepSpeed alone (_DOWNCAST_BF16, _GRADIENT_CLIPPING).
+# Others change neither gradients nor names: devices (ACCELERATE_USE_CPU, _TORCH_DEVICE,
+# _CPU_AFFINITY, _BYPASS_DEVICE_MAP, _USE_SAGEMAKER), output (_DEBUG_MODE, _LOG_LEVEL,
+# _ENABLE_RICH), options of TPUs or DeepSpeed only (_DOWNCAST_BF16, _GRADIENT_CLIPPING).
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:
@@ -56,7 +56,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         raise ValueError(f"trackers: expected some of {known}; got {unknown[0]}")
     handlers = []
     if config.rollout == "vllm":
-        # The others wait for a process whose completions take long.
+        # Processes wait for the one whose completions take longest.
         handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=_SAMPLING_S))]
     accelerator = Accelerator(
         mixed_precision=mixed_precision(config), log_with=config.trackers or None,
@@ -83,10 +83,10 @@ def is_first_process() -> bool:
 
 
 def check_launch() -> None:
-    """Refuses a launch that shards the weights or changes layers, which this loop does not.
+    """Refuses a launch that shards the weights or changes layers.
 
     Raises:
-        ValueError: names the launch's option, and the way out.
+        ValueError: the message names the launch's option, and the way out.
     """
     for kind in _SHARDING:
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
@@ -104,7 +104,7 @@ def check_launch() -> None:
 
 
 def overruled() -> list[str]:
-    """Returns a line for each option of `accelerate launch` that a run overrules."""
+    """Returns a line for each option of `accelerate launch` that a run overrides."""
     values = {name: os.environ.get(name, usual).lower() for name, (usual, _) in _OVERRULED.items()}
     return [
         f"{name}={values[name]} is not used: {instead}"
@@ -113,7 +113,7 @@ def overruled() -> list[str]:
 
 
 def _check_state(accelerator: Accelerator) -> None:
-    """Refuses what an `Accelerator` that was made before has left: all share one state."""
+    """Refuses settings of an `Accelerator` made before, as all share one state."""
     state = accelerator.state
     left = {
         "parallelism_config": state.parallelism_config is not None,
@@ -129,14 +129,14 @@ def _check_state(accelerator: Accelerator) -> None:
 
 
 def reduce(accelerator: Accelerator, value: _T, function: Callable[[list[_T]], Any]) -> Any:
-    """Applies `function` to the list of all processes' values; one process keeps its value."""
+    """Applies `function` to the list of all processes' values; a single process needs no gather."""
     if accelerator.num_processes == 1:
         return value
     return function(gather_object([value]))
 
 
 def finite(accelerator: Accelerator, tensors: Iterable[Tensor]) -> bool:
-    """True if no number, of any process, is NaN or inf."""
+    """True if all numbers of all processes are finite."""
     return bool(reduce(accelerator, all(bool(x.isfinite().all()) for x in tensors), all))
 
 
@@ -146,7 +146,7 @@ def raise_on_all_ranks(
 ) -> Iterator[None]:
     """If one rank's block raises an error of this kind, every rank raises the same error.
 
-    `others`: errors of other kinds, too, with their names after this text; None: not those.
+    `others`: also raises errors of other kinds, with this text before their names; None: not.
     """
     error: Exception | None = None
     try:
@@ -164,12 +164,11 @@ def raise_on_all_ranks(
 
 
 def _first(values: list[_T | None]) -> _T | None:
-    """The first that is not None."""
     return next((x for x in values if x is not None), None)
 
 
 def largest(accelerator: Accelerator, numbers: list[int]) -> list[int]:
-    """The largest of all processes' numbers, place by place."""
+    """The elementwise maximum of all processes' numbers."""
     if accelerator.num_processes == 1:
         return numbers
     worst = torch.tensor(numbers, dtype=torch.int64, device=accelerator.device)
@@ -208,7 +207,7 @@ def gemm_dtype(config: TrainingConfig) -> str:
 
 
 def _on_cuda() -> bool:
-    """True if accelerate chooses a CUDA device, which the environment may have it not."""
+    """True if accelerate chooses a CUDA device, which the environment may prevent."""
     device = os.environ.get("ACCELERATE_TORCH_DEVICE")
     if device is not None:
         return torch.device(device).type == "cuda"

@@ -26,32 +26,29 @@ from .metrics import Clock, Metrics
 from .observers import Samples, observers_of, print_above
 from .schedule import every
 
-# Updates in a row without a finite gradient, after which the run ends.
+# The number of updates in a row without a finite gradient that ends a run.
 MOST_BAD = 10
 
 _T = TypeVar("_T")
 
 
-class _LookedOn(Exception):
+class _ObserverError(Exception):
     """Error of an observer."""
 
 
 class Run:
-    """State that changes from step to step, except weights and the optimizer's.
+    """The state of a run apart from weights and optimizer.
 
-    Args:
-        config: the run's options.
-        accelerator: of its processes, which all make the same calls.
-        inputs: digests of its inputs besides options, as `checkpoint.inputs_of` makes them.
-        changing: weights and the optimizer, say.
+    All processes make the same calls. `inputs`: digests from `checkpoint.inputs_of`. `changing`:
+    weights, the optimizer and other tensors of a checkpoint.
 
     Raises:
-        ValueError: the run that is to go on had other inputs.
+        ValueError: the run to resume had other inputs.
     """
 
     def __init__(
         self, config: TrainingConfig, accelerator: Accelerator, inputs: Mapping[str, str],
-        changing: checkpoint.Changing,
+        changing: checkpoint.TrainedState,
     ) -> None:  # fmt: skip
         self.config, self.accelerator = config, accelerator
         self.inputs, self.changing = inputs, changing
@@ -60,48 +57,47 @@ class Run:
         self.observers = observers_of(config, accelerator, self.metrics)
         self._seconds_of_page = 0.0  # since the last row
         self.failed: set[str] = set()  # observers and files whose error was printed
-        self.waiting: dict[str, list[Mapping[str, Any]]] = {}  # rows that found no room, by file
+        self.waiting: dict[str, list[Mapping[str, Any]]] = {}  # rows not written yet, by file
         self.watch = Watch(config.as_json())
-        self.step = 0  # under way, or the last one
-        self.trained = 0  # the last one whose updates were all made
-        self.saved = 0  # the last one with a checkpoint
-        self.within_step = False  # whether weights have moved since the step that is trained
+        self.step = 0  # the current step, or the last
+        self.trained = 0  # the last step whose updates were all made
+        self.saved = 0  # the last step with a checkpoint
+        self.updates_begun = False  # whether weights have moved since the step that is trained
         self.evaluated = True  # False where an evaluation of the step is due
         self.best: dict[str, Any] = {}  # step and accuracy of the best evaluation of the training
-        self.bad_updates = 0  # without a finite gradient, the last ones in a row
-        self.micro_batch_size = config.micro_batch_size  # less, once memory has run out
+        self.bad_updates = 0  # the number of last updates in a row without a finite gradient
+        self.micro_batch_size = config.micro_batch_size  # halved when memory runs out
         self.first_gap: float | None = None  # to the sampler's log-probs, in the first step
         path = checkpoint.latest(config.folder) if config.resume else None
         if path is not None:
-            own = ranks.reduce(accelerator, inputs, itemgetter(0))
-            checkpoint.check_inputs(checkpoint.state_of(path), own)
+            main_inputs = ranks.reduce(accelerator, inputs, itemgetter(0))
+            checkpoint.check_inputs(checkpoint.state_of(path), main_inputs)
 
-    def seed(self, what: str) -> int:
-        """The seed of one kind of draws, different in every step and process."""
+    def seed_of(self, what: str) -> int:
+        """The seed of draws for `what`, different in every step and process."""
         text = f"{self.config.seed}-{self.step}-{self.accelerator.process_index}-{what}"
         return random.Random(text).getrandbits(31)
 
     def print_main(self, text: str) -> None:
-        """Prints, in the main process, above the progress bar; to a closed terminal nothing."""
+        """Prints in the main process, above the progress bar; ignores a closed terminal."""
         if self.accelerator.is_main_process:
             print_above(text)
 
     def warn(self, text: str) -> None:
-        """Prints a warning."""
         self.print_main(f"      warning: {text}")
 
     def write_step(self, row: dict[str, Any], samples: Samples) -> None:
         """Writes a step's row, with its warnings; then observers see it."""
         if self.accelerator.is_main_process:
-            if warnings := self.look_on("warnings", self.watch.after_step, row):
+            if warnings := self.call_observer("warnings", self.watch.after_step, row):
                 row["warnings"] = warnings
             self.write("metrics.jsonl", [row])
         self.notify("step", row, samples)
 
     def write(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Adds rows to a file of the folder, in the main process; warns where there is no room.
+        """Appends rows to a file of the folder, in the main process; warns if the disk is full.
 
-        Such rows are written with the next ones.
+        Unwritten rows are written with the next ones.
         """
         if not self.accelerator.is_main_process:
             return
@@ -123,26 +119,26 @@ class Run:
             self.failed.discard(name)
 
     def write_waiting(self) -> None:
-        """Writes the rows that found no room before."""
+        """Writes the rows that failed to be written before."""
         for name in self.waiting:
             self.write(name, [])
 
     def notify(self, event: str, *news: Any) -> None:
-        """Calls this method of every `Observer`; see `look_on`."""
+        """Calls this method of every `Observer`; see `call_observer`."""
         for observer in self.observers:
-            # What one changes in a row, no other sees.
+            # Copies, as an observer may change a row.
             copies = [deepcopy(x) if isinstance(x, dict) else x for x in news]
-            self.look_on(type(observer).__name__, getattr(observer, event), *copies)
+            self.call_observer(type(observer).__name__, getattr(observer, event), *copies)
 
-    def look_on(self, name: str, look: Callable[..., _T], *news: Any) -> _T | None:
-        """Calls an observer; returns its result. Its errors never end a run; the first is printed.
+    def call_observer(self, name: str, look: Callable[..., _T], *news: Any) -> _T | None:
+        """Calls an observer; returns its result, or None if it failed.
 
-        Then the result is None.
+        Its errors never end a run; the first is printed.
         """
         try:
             with self._page_time():
-                return user_code.call(name, partial(look, *news), _LookedOn)
-        except _LookedOn as error:
+                return user_code.call(name, partial(look, *news), _ObserverError)
+        except _ObserverError as error:
             if name not in self.failed:
                 self.failed.add(name)
                 cause = error.__cause__
@@ -166,11 +162,11 @@ class Run:
         return seconds
 
     def halve_micro_batches(self) -> None:
-        """Makes micro-batches smaller once memory ran out, which does not change gradients.
+        """Halves micro-batches after memory ran out, which does not change gradients.
 
         Raises:
             StepError: they have one completion, or there are other processes, which may have gone
-                on and have to stop as well.
+                on and must stop, too.
         """
         size = self.micro_batch_size
         lower = "max_completion_length" if size == 1 else "micro_batch_size"
@@ -186,24 +182,23 @@ class Run:
             "gradients are the same"
         )
 
-    # The way of a step
+    # A step
 
     def begin_step(self) -> None:
-        """Begins the next step."""
         self.trained = self.step
         self.step += 1
 
     def begin_update(self, grad_norm: float, scale: float = 1.0) -> bool:
-        """Notes an update before it is made; returns False if it is to be left out.
+        """Notes an update before it is made; returns False if it must be skipped.
 
-        `scale`: of the loss, where GEMMs are in float16. A large one alone may make the gradient
+        `scale`: of the loss, where GEMMs are in float16. A large scale may make the gradient
         infinite, as in the first updates.
 
         Raises:
             BadUpdates: too many in a row had no finite gradient.
         """
         if math.isfinite(grad_norm):
-            self.within_step, self.bad_updates = True, 0
+            self.updates_begun, self.bad_updates = True, 0
             return True
         self.bad_updates += scale <= 1
         if self.bad_updates >= MOST_BAD:
@@ -212,7 +207,7 @@ class Run:
 
     def end_updates(self) -> None:
         """Notes that the step's updates were all made."""
-        self.trained, self.within_step = self.step, False
+        self.trained, self.updates_begun = self.step, False
         self.evaluated = not self.evaluates(self.step)
 
     def keep_first_gap(self, gap: float) -> float:
@@ -224,7 +219,7 @@ class Run:
     # The folder
 
     def open(self) -> Path | None:
-        """Makes the run's folder, or resumes the run in it: then its checkpoint is returned."""
+        """Makes the run's folder, or resumes the run in it and returns its checkpoint."""
         config, state = self.config, dict[str, Any]()
         path = checkpoint.latest(config.folder) if config.resume else None
         if path is not None:
@@ -241,7 +236,7 @@ class Run:
             known = self.step if path is not None or self.step else -1  # a run may go on in place
             logs.open_folder(config.folder, config.as_json(), known)
             for row in read_rows(config.folder / "metrics.jsonl"):  # of a run that goes on
-                self.look_on("warnings", self.watch.after_step, row)
+                self.call_observer("warnings", self.watch.after_step, row)
         self._see_evaluations()
         return path
 
@@ -251,7 +246,7 @@ class Run:
         better = evaluation.accuracy > self.best.get("accuracy", -1.0)
         if better:
             self.best = {name: row[name] for name in ("step", "accuracy")}
-        # Its row comes last: with that, a run that goes on takes it as made.
+        # The row comes last: a resumed run takes an evaluation with a row as complete.
         self.write("answers.jsonl", ({"step": self.step, **x} for x in evaluation.answers))
         self.write("evaluations.jsonl", [row])
         self.evaluated = True
@@ -259,13 +254,13 @@ class Run:
         return better and self.step > 0
 
     def evaluates(self, step: int) -> bool:
-        """True for the steps after which held-out problems are answered."""
+        """True for the steps followed by an evaluation."""
         return step in (0, self.config.steps) or every(self.config.eval_every, step)
 
     def _see_evaluations(self) -> None:
-        """Takes the best evaluation, and whether the last step's was made, from their file."""
+        """Reads the best evaluation, and whether the last step has one, from the file."""
         rows = read_rows(self.config.folder / "evaluations.jsonl")
-        # The main process's file, should others have none.
+        # The main process's file: other hosts may have none.
         rows = ranks.reduce(self.accelerator, rows, itemgetter(0))
         made = {row["step"] for row in rows}
         self.evaluated = not self.evaluates(self.step) or self.step in made
@@ -273,9 +268,9 @@ class Run:
         self.best = {name: first[name] for name in ("step", "accuracy") if name in first}
 
     def save(self) -> None:
-        """Writes a checkpoint unless `save_every` is -1; warns if it could not.
+        """Writes a checkpoint unless `save_every` is -1; if that fails, warns and goes on.
 
-        Weights that are not finite are not saved. Where the disk is full, say, training goes on.
+        Weights that are not finite are not saved.
         """
         if self.config.save_every < 0:
             return
@@ -297,17 +292,17 @@ class Run:
         self.prune()
 
     def prune(self) -> None:
-        """Deletes all checkpoints but the best and the last two."""
+        """Deletes all checkpoints except the best and the last two."""
         if self.accelerator.is_main_process:
             best = self.best.get("step", self.step)
-            self.look_on("pruning", checkpoint.prune, self.config.folder, best)
+            self.call_observer("pruning", checkpoint.prune, self.config.folder, best)
 
     def stop(self, error: BaseException) -> None:
-        """Keeps what was trained before a step that failed, if the weights are still those."""
+        """Saves the weights of the step before a failed step, unless they have changed since."""
         self.step = self.trained
         if self.accelerator.num_processes > 1 and not isinstance(error, (StepError, Preempted)):
-            return  # the others wait elsewhere
-        if self.saved < self.step and not self.within_step:
+            return  # the other processes wait in another collective
+        if self.saved < self.step and not self.updates_begun:
             self.save()
         then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
         self.write_waiting()
@@ -325,7 +320,7 @@ class Run:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = self.trained = self.saved = state["step"]
-        self.first_gap, self.within_step = state["first_gap"], False
-        # What the run had left of it, unless the option is another one now.
+        self.first_gap, self.updates_begun = state["first_gap"], False
+        # The run's reduced size, unless the option has changed.
         if state["config"]["micro_batch_size"] == self.config.micro_batch_size:
             self.micro_batch_size = state["micro_batch_size"]

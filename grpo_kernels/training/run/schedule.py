@@ -1,4 +1,4 @@
-"""The steps at which something is due, and the problems whose turn it is."""
+"""Intervals of steps, and the order of problems."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from functools import lru_cache
 
 
 def every(count: int, step: int) -> bool:
-    """True for each `count`-th step; for none if `count` is 0."""
+    """True for each `count`-th step; never if `count` is 0."""
     return count > 0 and step % count == 0
 
 
-def place_of(turn: int, count: int, seed: int) -> int:
-    """The index below `count` whose turn it is: in every epoch all of them, newly shuffled."""
+def index_at_turn(turn: int, count: int, seed: int) -> int:
+    """The index below `count` at a turn: each epoch has all indices, newly shuffled."""
     epoch, place = divmod(turn, count)
     return _shuffled(count, f"{seed}-{epoch}")[place]
 

@@ -15,17 +15,13 @@ def call(
     name: str, work: Callable[[], _T], kind: type[Exception],
     hint: Callable[[BaseException], str] = lambda _: "", *, retried: bool = False,
 ) -> _T:  # fmt: skip
-    """Returns the work's result; raises its errors as an error of `kind` that begins with `name`.
+    """Returns the result of `work`; raises its errors as `kind`, with `name` before the message.
 
     `exit()` in generated code, the timeouts of some packages and the outcomes of pytest derive
     from BaseException alone. A second signal, which raises KeyboardInterrupt, ends the run.
 
-    Args:
-        name: what the error begins with.
-        work: calls the user's function.
-        kind: errors of this kind stay as they are.
-        hint: the end of the message, from the error.
-        retried: memory that runs out stays as it is, and the work is tried again in smaller parts.
+    Errors of `kind` pass unchanged; if `retried`, also out of memory, as the caller retries with
+    smaller parts. `hint` makes the end of the message from the error.
     """
     try:
         return work()

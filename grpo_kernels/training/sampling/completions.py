@@ -28,23 +28,23 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    stop: tuple[str, ...] = ()  # looked for in the completion alone
+    stop: tuple[str, ...] = ()  # searched in the completion, not in the prompt
     record_support: bool = False  # asks for `Completion.support`
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens after a prompt, up to and including the one that ended them.
+    """The tokens after a prompt, up to and including the end token.
 
-    With `sampled`, some are not the policy's: what a tool answered, say. The model sees them, and
-    nothing else does: they are in no loss, and in no metric of the policy.
+    With `sampled`, some are not the policy's, such as a tool's output. They are inputs of the
+    model, but in no loss and in no metric of the policy.
     """
 
     token_ids: list[int]
     ended: bool  # by an end-of-sequence token or a stop string; else it was cut
     logps: list[float] | None = None  # one per token, under the policy that sampled
-    # The ids that `top_k`, `top_p` and `min_p` left for each token, on a CPU; None: all ids.
-    # Tensors have no == to one bool.
+    # The ids that `top_k`, `top_p` and `min_p` kept for each token, on a CPU; None: all ids.
+    # Not compared, as == of tensors is no bool.
     support: Support | None = field(default=None, compare=False)
     sampled: list[bool] | None = None  # one per token: whether the policy sampled it; None: all
     # Weights of a cross-entropy on tokens, one per token: loss -= sum(weight * log-prob) over the
@@ -58,14 +58,13 @@ class Completion:
 
     @property
     def sampled_ids(self) -> list[int]:
-        """The tokens that the policy sampled."""
         pairs = zip(self.token_ids, self.sampled_flags, strict=True)
         return [token for token, sampled in pairs if sampled]
 
     def joined(self, written: Sequence[int], more: Completion) -> Completion:
-        """Returns this completion, then tokens of a tool, then `more`, sampled after these.
+        """Returns this completion, then tokens of a tool, then the completion `more`.
 
-        Log-probs and kept sets are there if both completions have them; `ce_weights` are not set.
+        Log-probs and supports are set if both completions have them; `ce_weights` are not set.
         """
         gap, support = len(written), None
         logps = self.logps and more.logps and [*self.logps, *[0.0] * gap, *more.logps]
@@ -81,7 +80,7 @@ class Completion:
 
 
 class RolloutError(StepError, ValueError):
-    """Error of a rollout that cannot go on, or that did not return completions."""
+    """Error of a rollout: it raised, or did not return valid completions."""
 
 
 def check_completion(name: str, one: object, vocabulary: int, longest: int) -> None:
@@ -157,7 +156,7 @@ def pad(
 
 
 def check_has_logps(config: TrainingConfig, has_logps: bool) -> None:
-    """Refuses a correction by log-probs that the rollout does not report."""
+    """Refuses a correction that needs log-probs which the rollout does not report."""
     if config.is_correction != "none" and not has_logps:
         raise ValueError(
             f"is_correction={config.is_correction!r} needs log-probs of the sampler, and this "
@@ -166,13 +165,12 @@ def check_has_logps(config: TrainingConfig, has_logps: bool) -> None:
 
 
 def vocabulary_of(model: Any) -> int:
-    """Returns the size of the model's vocabulary."""
     embeddings = model.get_input_embeddings()
     return int(getattr(embeddings, "base_layer", embeddings).num_embeddings)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Returns the tokens that end a completion: the model's, which may be several, the tokenizer's.
+    """Returns the tokens that end a completion: the model's, one or several, and the tokenizer's.
 
     A chat template may end a turn with a token that the model's `generation_config` lacks.
     """

@@ -1,4 +1,4 @@
-"""Rollouts: the protocol, one by `model.generate`, and the sampler of a run around them."""
+"""Rollouts: the protocol, a rollout by `model.generate`, and the sampler of a run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .completions import (
 
 
 class Rollout(Protocol):
-    """Samples from the policy as it is now, in this process or on a server.
+    """Samples from the current policy, in this process or on a server.
 
-    A rollout may have two more attributes, its own or those of a rollout that it wraps:
+    A rollout may have two more attributes, or a wrapped rollout's:
 
-    - `update_weights()`, if it keeps a copy of the weights: takes the policy's. The trainer calls
-      it, in every process, after the weights have changed and before completions are sampled.
+    - `update_weights()`, for a rollout with a copy of the weights: copies the policy's. The trainer
+      calls it, in every process, after the weights have changed and before sampling.
     - `sampler_dtype`: the dtype that it samples in, as torch calls it. The run then stops if the
       rollout's log-probs differ from the policy's by more than this dtype's rounding. None: never.
     """
@@ -105,15 +105,9 @@ class GenerateRollout:
 
 
 class Sampler:
-    """Samples completions of problems by a rollout, and checks what comes back.
+    """Samples completions of a process's problems by a rollout, and checks them.
 
-    Args:
-        rollout: may be replaced by another one.
-        model: the policy's; says which tokens there are, and which of them end a completion.
-        tokenizer: the model's.
-        encode: makes the token ids of a problem's prompt.
-        config: has the sampling options.
-        accelerator: of the run; every process samples for its own problems.
+    `rollout` may be replaced later. `encode` makes the token ids of a problem's prompt.
     """
 
     def __init__(
@@ -133,11 +127,11 @@ class Sampler:
         self._stale = True
 
     def weights_changed(self) -> None:
-        """Notes that a rollout with a copy of the weights needs them again."""
+        """Notes that a rollout's copy of the weights is out of date."""
         self._stale = True
 
     def update_weights(self) -> None:
-        """Has the rollout take the weights if they have changed; every process calls it."""
+        """Updates the rollout's copy of the weights if they have changed; all processes call it."""
         if self._stale and hasattr(self.rollout, "update_weights"):
             with ranks.raise_on_all_ranks(self.accelerator, RolloutError):
                 user_code.call("rollout", self.rollout.update_weights, RolloutError)
@@ -145,7 +139,7 @@ class Sampler:
 
     @property
     def sampler_dtype(self) -> str | None:
-        """The rollout's dtype, whose rounding a gap may come from; None: any gap is allowed."""
+        """The rollout's dtype, whose rounding explains a gap; None: any gap is allowed."""
         return getattr(self.rollout, "sampler_dtype", None)
 
     def __call__(
@@ -154,10 +148,10 @@ class Sampler:
     ) -> list[Completion]:  # fmt: skip
         """Returns `count` completions per problem, sorted by problem.
 
-        `length`: tokens of each, at most; None: `max_completion_length`.
+        `length`: the largest number of tokens of each; None: `max_completion_length`.
 
         Raises:
-            RolloutError: in all processes, whatever the rollout raised or returned in one.
+            RolloutError: the rollout failed in one process; raised in all.
         """
         c = self.config
         sampling = SamplingParams(
@@ -185,8 +179,8 @@ class Sampler:
                 check_completion(name, one, self.vocabulary, sampling.max_new_tokens)
         return done
 
-    def written(self, completions: Sequence[Completion]) -> dict[str, list[Any]]:
-        """The keywords by which `judge` gets what was sampled."""
+    def decoded(self, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+        """The keyword arguments of `judge` for these completions."""
         texts = transcripts = self.texts(completions)
         if any(c.sampled is not None for c in completions):
             transcripts = self.texts(completions, transcripts=True)
@@ -196,7 +190,7 @@ class Sampler:
     def texts(self, completions: Sequence[Completion], *, transcripts: bool = False) -> list[str]:
         """Decodes the sampled tokens; for `transcripts` the tokens of tools, too.
 
-        Special tokens that begin, end or pad a completion are left out. Others are text: a
+        Special tokens that begin, end or pad a completion are dropped. Others are text, as a
         tokenizer may have `<think>` among them.
         """
         rows = [c.token_ids if transcripts else c.sampled_ids for c in completions]

@@ -1,6 +1,6 @@
-"""`VLLMRollout`: completions by vLLM in this process, which gets the weights.
+"""`VLLMRollout`: completions by vLLM in this process, with the policy's weights.
 
-For vLLM as a server take TRL or verl, which can use this library's head.
+For vLLM as a server use TRL or verl, with this library's head.
 """
 
 from __future__ import annotations
@@ -27,24 +27,18 @@ from .completions import Completion, RolloutError, SamplingParams, cut_completio
 # Versions that the tests have run with.
 TESTED = ((0, 28), (0, 32))
 # Tokens in a block of vLLM's cache on a CPU, the fewest that its kernel takes. Completions share
-# the full blocks of their prompt; of vLLM's own 128 tokens, a short prompt fills one or none.
+# the full blocks of their prompt; a short prompt fills hardly one block of vLLM's default 128.
 _CPU_BLOCK_SIZE = 32
-# Environment variables that are set unless the caller has set them.
+# Environment variables to set unless the caller has set them.
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 class VLLMRollout:
-    """`Rollout` by vLLM, with the log-probs that it sampled with; every process has its own.
-
-    Args:
-        config: the run's; its `vllm_*` options say how.
-        model: inside the policy.
-        tokenizer: the model's.
-        accelerator: of the run; every process samples for its own prompts.
+    """`Rollout` by vLLM, with the log-probs that it sampled with; one engine per process.
 
     Raises:
-        RolloutError: no engine, or one that would not sample from this policy.
-        ValueError: the model has adapters that vLLM cannot have.
+        RolloutError: no engine, or an engine that would not sample from this policy.
+        ValueError: the model has adapters that cannot be merged for vLLM.
     """
 
     def __init__(
@@ -81,13 +75,13 @@ class VLLMRollout:
             try:
                 return LLM(**options, seed=0)
             except (ValueError, TypeError, RuntimeError) as error:
-                raise RolloutError(_explain(error, config)) from error
+                raise RolloutError(_start_advice(error, config)) from error
 
     @property
     def sampler_dtype(self) -> str | None:
-        """The dtype whose rounding a gap between the log-probs of vLLM and policy may come from.
+        """The dtype whose rounding explains a gap between the log-probs of vLLM and policy.
 
-        None where truncation explains it, as one of the two is over the whole vocabulary.
+        None if truncation explains it, as only one of the two is over the full vocabulary.
         """
         if self.config.truncates and not self.config.replay_support:
             return None
@@ -102,19 +96,19 @@ class VLLMRollout:
             if self.sleeps:
                 self.llm.wake_up(tags=["weights"])
             self.llm.collective_rpc("grpo_kernels_load", args=(weights, count))
-            # Prompts would go on from states of the weights before.
+            # Cached prefixes have keys and values of the old weights.
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM: expected no request while weights are sent; got some")
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
-        # By the step's generator: a run that goes on from a checkpoint draws the same.
+        # By the step's generator: a resumed run draws the same.
         seeds = torch.randint(2**31 - 1, (len(prompts),), device="cpu").tolist()
         request = self._request(count, sampling)
         with self._without_autocast(), self._in_all_processes():
             outputs = self._generate(prompts, seeds, request)
-        # The likeliest completion is asked for once, and repeated.
+        # Greedy sampling makes one completion, which is repeated.
         repeats = count // request["n"]
         return [c for x in outputs for c in [self._completion(x, sampling)] * repeats]
 
@@ -139,15 +133,15 @@ class VLLMRollout:
         return torch.autocast(self.accelerator.device.type, enabled=False)
 
     def _in_all_processes(self) -> Any:
-        """Raises an error of the block, in one process, as a `RolloutError` in all."""
+        """Raises one process's error of the block as a `RolloutError` in all."""
         return ranks.raise_on_all_ranks(self.accelerator, RolloutError, others="")
 
     def _request(self, count: int, sampling: SamplingParams) -> dict[str, Any]:
-        """Sampling parameters by vLLM's names, all of them: a model's own would be the default."""
+        """All sampling parameters by vLLM's names, as the model's would be the defaults."""
         greedy = sampling.temperature == 0
         temperature, top_k = sampling.temperature, sampling.top_k
         if self.about["sampling_mask"]:
-            # vLLM returns masks where both are above 0, and refuses the rest.
+            # vLLM returns sampling masks only if temperature and top_k are above 0.
             temperature = 1.0 if greedy else temperature
             top_k = 1 if greedy else top_k or self.about["vocab_size"]
         return {
@@ -156,14 +150,14 @@ class VLLMRollout:
             "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0,
             "max_tokens": sampling.max_new_tokens,
             "logprobs": None if greedy else 0,
-            # At these alone: what vLLM takes for the end may be another token.
+            # Only at these: vLLM's end token may be another.
             "stop_token_ids": self.eos, "ignore_eos": True, "stop": list(sampling.stop),
             "skip_special_tokens": False,
         }  # fmt: skip
 
     def _completion(self, output: Any, sampling: SamplingParams) -> Completion:
         """Makes a completion of the engine's output, which may go on after a stop string."""
-        # The reason is a string where a stop string was, a token's id where an end token was.
+        # The reason is a stop string, or the id of an end token.
         stopped = isinstance(output.stop_reason, str)
         cut = cut_completion(output.token_ids, self.eos, sampling, self.tokenizer, stopped=stopped)
         logps = output.logprobs and [
@@ -175,7 +169,7 @@ class VLLMRollout:
         return replace(cut, logps=logps, support=support)
 
     def _check(self) -> None:
-        """Refuses an engine that would sample from another policy than this one."""
+        """Refuses an engine that would sample from another policy."""
         config, about = self.config, self.about
         text = self.model.config.get_text_config()
         expected = {name: getattr(text, name) for name in extension.SHAPE}
@@ -211,14 +205,14 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
 
         # Compiling takes a minute and saves 8 %. With less cache than all rows need, rows wait.
         text = AutoConfig.from_pretrained(config.model).get_text_config()
-        # Blocks in which all rows fit, each with the tokens of the longest.
+        # Blocks for all rows, each of the largest length.
         blocks = (rows + 1) * (-(-length // _CPU_BLOCK_SIZE) + 1)
         width = getattr(torch, options["dtype"]).itemsize
         needed = kv_cache_bytes(text, blocks * _CPU_BLOCK_SIZE, width)
         room = psutil.virtual_memory().available // 2
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": min(needed, room)}
-        # A prompt that is read in parts has its generator's offset set back, and torch's on a CPU
-        # has none: the engine would end ("CPU Generator does not use offset").
+        # Prefilling a prompt in chunks resets its generator's offset, which a CPU generator does
+        # not support: the engine would end ("CPU Generator does not use offset").
         options["enable_chunked_prefill"] = False
         options["block_size"] = _CPU_BLOCK_SIZE
     return options
@@ -232,8 +226,8 @@ def kv_cache_bytes(text_config: Any, tokens: int, width: int) -> int:
     return 2 * c.num_hidden_layers * heads * size * tokens * width
 
 
-def _explain(error: Exception, config: TrainingConfig) -> str:
-    """Says what to do about a vLLM that does not start."""
+def _start_advice(error: Exception, config: TrainingConfig) -> str:
+    """Returns what to do if vLLM does not start."""
     text = f"vLLM does not start: {error}"
     if config.records_support and "sampling" in str(error):
         text += (
@@ -248,10 +242,10 @@ def _explain(error: Exception, config: TrainingConfig) -> str:
 
 @contextmanager
 def _restore_process() -> Iterator[None]:
-    """Restores what vLLM changes while it starts.
+    """Restores process settings that vLLM changes while it starts.
 
-    Its CPU worker sets one thread, makes `torch.set_num_threads` do nothing, sets LD_PRELOAD,
-    LOCAL_WORLD_SIZE and others for processes to come, and seeds every generator.
+    Its CPU worker sets one thread, disables `torch.set_num_threads`, sets LD_PRELOAD,
+    LOCAL_WORLD_SIZE and others for later processes, and seeds every generator.
     """
     environment, set_num_threads = dict(os.environ), torch.set_num_threads
     threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
@@ -268,6 +262,6 @@ def _restore_process() -> Iterator[None]:
         random.setstate(states[1])
         numpy.random.set_state(states[2])
         for name in os.environ.keys() - environment.keys():
-            if not name.startswith("VLLM_"):  # which it reads as it goes
+            if not name.startswith("VLLM_"):  # vLLM reads these later
                 del os.environ[name]
         os.environ |= environment

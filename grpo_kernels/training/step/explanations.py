@@ -20,7 +20,7 @@ from .scoring import Scorer
 class Explanations:
     """Pages of every `explain_every` steps, and of steps where the gradient norm or KL jumps.
 
-    With several processes they show the main one's completions.
+    With several processes they show the main process's completions.
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Any) -> None:
@@ -29,26 +29,19 @@ class Explanations:
         self.scorer, self.tokenizer = scorer, tokenizer
 
     def open(self) -> None:
-        """Begins, or goes on after the steps in the folder of the run that is resumed."""
+        """Begins a run, or goes on after the steps in the folder of the resumed run."""
         run = self.scorer.run
         if run.accelerator.is_main_process:
             rows = read_rows(run.config.folder / "metrics.jsonl")
-            run.look_on("explain", self.steps.open, rows)
+            run.call_observer("explain", self.steps.open, rows)
 
-    def of_step(
+    def write(
         self, row: Mapping[str, Any], samples: Samples, updates: Sequence[Update]
     ) -> dict[str, Any] | None:
-        """Writes the page of a step's largest update if it is due; prints where it is.
+        """Writes the page of a step's largest update if it is due; prints its place.
 
-        A spike is a warning, a page by `explain_every` is not.
-
-        Args:
-            row: the step's; call it for every step.
-            samples: the step's.
-            updates: the step's.
-
-        Returns:
-            The record for the step's row; None without a page, as of a step that trained nothing.
+        A spike is a warning, a page by `explain_every` is not. Call it for every step. Returns the
+        record for the step's row; None without a page.
         """
         run, scorer, why = self.scorer.run, self.scorer, self.steps.why(row)
         every = range(len(samples.texts))
@@ -63,15 +56,15 @@ class Explanations:
         rows = sorted(update.rows)
         batch, where = samples.batch(rows, self.tokenizer.pad_token_id)
         T, world = batch.completions.shape[1], run.accelerator.num_processes
-        # One of several processes is alone here, and cannot score.
+        # Only the main process comes here; scoring needs all processes.
         after = scorer.logps(samples) if world == 1 else None
 
-        def of_batch(x: Tensor | None) -> Tensor | None:
+        def selected(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[where, :T]
 
         out = GRPOLossOutput(
             loss=torch.tensor(update.loss, dtype=torch.float32, device="cpu"), metrics={},
-            logps=update.logps[where, :T], entropy=of_batch(update.entropy), kl=of_batch(update.kl),
+            logps=update.logps[where, :T], entropy=selected(update.entropy), kl=selected(update.kl),
         )  # fmt: skip
         prompts = [samples.prompts[samples.prompt_of[i]] for i in rows]
         explanation = explain(
@@ -81,7 +74,7 @@ class Explanations:
             rewards=samples.rewards_total[rows],
             truncated=[not samples.completions[i].ended for i in rows],
             prompts=[self.tokenizer.decode(ids) for ids in prompts],
-            next_logps=of_batch(after), tokenizer=self.tokenizer,
+            next_logps=selected(after), tokenizer=self.tokenizer,
         )  # fmt: skip
         record = self.steps.write(run.step, why, explanation)
         (run.warn if record["spike"] else run.print_main)(self.steps.message(run.step, record))

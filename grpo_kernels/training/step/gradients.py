@@ -22,17 +22,12 @@ def add_gradients(
 ) -> Update:  # fmt: skip
     """Adds up the gradients of an update's micro-batches, over all processes.
 
-    Args:
-        scorer: has the policy and the reference, and cuts rows into micro-batches.
-        samples: the step's, of this process.
-        scores: log-probs under other policies.
-        number: the update's in its step, from 0.
-        rows: completions of this process.
-        sampler_dtype: explains a gap to the sampler's log-probs; None: any gap is explained.
+    `number`: the update's in its step, from 0. `sampler_dtype`: its rounding explains a gap to the
+    sampler's log-probs; None: any gap is explained.
 
     Raises:
-        OutOfMemory: a process had too little memory; in all of them, before the last backward.
-        StepError: a loss of the user's own failed; in all processes.
+        OutOfMemory: a process ran out of memory; raised in all, before the last backward.
+        StepError: the user's own loss failed; raised in all processes.
         RolloutError: the first update finds a larger gap than the dtype explains.
     """
     accelerator, run, config = scorer.accelerator, scorer.run, scorer.config
@@ -58,19 +53,19 @@ def add_gradients(
             values[where, :T] = getattr(out, name)
         return out.loss
 
-    # No process waits for another inside: what ends the block in one is told to all at its end.
+    # No process waits for another inside; an error in one process is raised in all at the end.
     guard = run.interruptions.guard
     with guard(may_stop=number == 0):
         for part in plan[:-1]:
             with accelerator.no_sync(scorer.policy):
                 accelerator.backward(forward(part))
-            if accelerator.num_processes == 1:  # several ask each other once, in the guard
+            if accelerator.num_processes == 1:  # several processes check once, in the guard
                 run.interruptions.check(may_stop=number == 0)
         last_loss = forward(plan[-1])
     metrics = update_metrics(samples, scores, trained, per_token, config, accelerator)
     if number == 0:
         metrics |= checked_gap(metrics, sampler_dtype, run)
-    # Processes wait for each other in it: then nothing can be tried again.
+    # Processes wait for each other in the last backward, so that it cannot be retried.
     with guard() if accelerator.num_processes == 1 else nullcontext():
         accelerator.backward(last_loss)
     loss = float(sum(losses))

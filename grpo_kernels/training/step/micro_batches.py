@@ -1,6 +1,6 @@
-"""Micro-batches: how a batch is cut into parts, and how their losses are weighted.
+"""Micro-batches: the parts of a batch, and the weights of their losses.
 
-The parts' gradients add up to the update's, for any cut and any number of processes.
+The parts' gradients add up to the update's, for any parts and any number of processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Size(NamedTuple):
 
 
 def equal_parts(count: int, parts: int) -> Plan:
-    """Cuts the numbers below `count`, a multiple of `parts`, into equal parts."""
+    """Splits the numbers below `count`, a multiple of `parts`, into equal parts."""
     size = count // parts
     return [list(range(start, start + size)) for start in range(0, count, size)]
 
@@ -32,18 +32,12 @@ def plan_micro_batches(
     rows: Sequence[int], size: int, prompt_of: Sequence[int], prompt_lengths: Sequence[int],
     lengths: Sequence[int], *, shared: bool,
 ) -> Plan:  # fmt: skip
-    """Cuts rows into parts of at most `size`, sorted by length or by prompt.
+    """Splits rows into parts of at most `size`, sorted by length or by prompt.
 
-    Completions of one length save padding; completions of one prompt save encoding it again where
-    prompts are `shared`. The order that leaves fewer tokens is taken.
+    Equal lengths save padding; equal prompts save encoding, if prompts are `shared`. The order with
+    fewer tokens wins.
 
-    Args:
-        rows: the completions that take part.
-        size: rows of a part, at most.
-        prompt_of: index of each completion's prompt; like `lengths`, of all completions.
-        prompt_lengths: tokens of each prompt.
-        lengths: tokens of each completion.
-        shared: whether a prompt is encoded once for its completions in a part.
+    `prompt_of` and `lengths` are of all completions, not of `rows` alone.
     """
     group_length: dict[int, int] = defaultdict(int)
     for i in rows:
@@ -66,7 +60,7 @@ def plan_micro_batches(
 def pad_plan(plan: Plan, count: int) -> Plan:
     """Adds empty parts up to `count`, at least one in all.
 
-    Every rank needs as many as the rank with the most: each part is a collective call.
+    Every rank needs as many as the rank with most parts: each part is a collective call.
     """
     return [*plan, *([] for _ in range(max(1, count) - len(plan)))]
 
@@ -74,10 +68,7 @@ def pad_plan(plan: Plan, count: int) -> Plan:
 def num_items(config: GRPOLossConfig, update: Size, world: int) -> float:
     """Returns the denominator of every part's loss with which the gradients add up to the update's.
 
-    Args:
-        config: says what the loss is averaged over.
-        update: its size, over all processes.
-        world: the number of processes; their gradients are averaged, not summed.
+    `update`: its size, over all `world` processes, over which gradients are averaged.
     """
     by_tokens = config.effective_aggregation in TOKEN_MEANS
     return (update.tokens if by_tokens else update.rows) / world
@@ -86,7 +77,7 @@ def num_items(config: GRPOLossConfig, update: Size, world: int) -> float:
 def config_of_part(config: GRPOLossConfig, part: Size, update: Size, world: int) -> GRPOLossConfig:
     """Returns the config of a part: its entropy bonus is a mean over the part's tokens.
 
-    A part without tokens has a bonus, too, so that every process computes entropies or none does.
+    A part without tokens has a bonus, too, so that all processes compute entropies, or none.
     """
     if not config.entropy_coef:
         return config

@@ -1,7 +1,7 @@
 """`Policy`: a causal language model; loss, log-probs and samples all come from its forward.
 
-DDP reduces the gradients of a forward of the module that it wraps, and of nothing else. So the head
-and the loss are computed inside this one.
+DDP only reduces the gradients of a forward of the module that it wraps, so the head and the loss
+are computed inside `Policy.forward`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...fused_grpo_loss import fused_grpo_loss
 from ...head.linear_logprobs import linear_logprobs
 from ...head.lm_head import LMHead, Reference, Support
 from ...integrations.hf_head import base_model, body_of, evaluating, head_of
-from ...integrations.private import keeps_a_state, without_memory
+from ...integrations.private import is_recurrent, without_memory
 from ..config import TrainingConfig
 from ..run.metrics import Clock
 from ..sampling.completions import end_tokens, pad
@@ -35,9 +35,9 @@ class Batch:
     prompt_mask: Tensor  # [U, P], int64
     prompt_of: Tensor  # [B], int64, row of `prompts`
     completions: Tensor  # [B, T], int64, padded on the right
-    attention: Tensor  # [B, T], int64: the tokens that are there, which the model sees
+    attention: Tensor  # [B, T], int64: tokens that are no padding
     mask: Tensor  # [B, T], int64: tokens that count in the loss
-    support: Support | None = None  # of the B * T tokens: the sets that they were sampled from
+    support: Support | None = None  # of the B * T tokens
 
     @staticmethod
     def from_rows(
@@ -55,10 +55,10 @@ class Batch:
 
 
 class Cached(NamedTuple):
-    """A key-value cache, and the name by which a model returns it and takes it back.
+    """A key-value cache, and its name among a model's outputs and arguments.
 
-    The name is `cache` from transformers 5.24 on, and was `past_key_values`. A forward may ignore a
-    name that it does not know, so that what it did is looked at, too.
+    The name is `cache` from transformers 5.24 on, `past_key_values` before. A forward may ignore an
+    unknown name, so `check_has` compares lengths.
     """
 
     name: str
@@ -66,14 +66,14 @@ class Cached(NamedTuple):
 
     @staticmethod
     def from_output(output: Any) -> Cached | None:
-        """Returns the cache in a model's output, or None where it has none."""
+        """Returns the cache in a model's output, or None."""
         from transformers import Cache
 
         caches = (Cached(name, x) for name, x in output.items() if isinstance(x, Cache))
         return next(caches, None)
 
     def check_has(self, length: int, model: Any) -> None:
-        """Refuses a model that did not go on from the cache, which would have `length` tokens."""
+        """Refuses a model that ignored the cache, which otherwise has `length` tokens."""
         if (present := self.keys_and_values.get_seq_length()) < length:
             raise RuntimeError(
                 f"share_prompts: {type(model).__name__} did not continue from {self.name}, which "
@@ -86,7 +86,7 @@ class Policy(nn.Module):
 
     With `share_prompts` the prompt of a group is encoded once, for training and for sampling:
     a forward over the prompts fills the cache, which is then repeated for the completions, and
-    gradients flow back through it. `temperature` is that of `LMHead`.
+    gradients flow back through it. `temperature` is as in `LMHead`.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes `[B, T]` log-probs of the completions, and their entropy if asked for.
 
-        `logits_dtype` is that of `LMHead`.
+        `logits_dtype` is as in `LMHead`.
         """
         hidden = self.hidden(batch)
         out = linear_logprobs(
@@ -160,7 +160,7 @@ class Policy(nn.Module):
             # All but the last token of each prompt, encoded once; generate goes on from there.
             _, cache = self._encode(ids[:, :-1], mask[:, :-1])
             cache.keys_and_values.batch_repeat_interleave(count)
-            # Overrules a config that says no cache, or another: generate would start without this.
+            # Overrides a config without a cache, or with another cache, which generate would use.
             inputs |= {cache.name: cache.keys_and_values, "use_cache": True}
             inputs["cache_implementation"] = None
         eos = end_tokens(self.model, tokenizer)
@@ -179,7 +179,7 @@ class Policy(nn.Module):
         if not self.shares_prompts:
             ids = torch.cat([batch.prompts[batch.prompt_of], batch.completions], 1)[:, :-1]
             states = self._body(
-                input_ids=ids, attention_mask=attention, position_ids=positions(attention),
+                input_ids=ids, attention_mask=attention, position_ids=position_ids_of(attention),
                 use_cache=False,
             )  # fmt: skip
             return states.last_hidden_state[:, -T:]
@@ -189,20 +189,19 @@ class Policy(nn.Module):
         cache.keys_and_values.batch_select_indices(batch.prompt_of)
         states = self._body(
             input_ids=batch.completions[:, :-1], attention_mask=attention,
-            position_ids=positions(attention)[:, 1 - T :], use_cache=True,
+            position_ids=position_ids_of(attention)[:, 1 - T :], use_cache=True,
             **{cache.name: cache.keys_and_values},
         )  # fmt: skip
         cache.check_has(attention.shape[1], self._body)
         return torch.cat([encoded[batch.prompt_of, -1:], states.last_hidden_state], 1)
 
     def head(self, hidden: Tensor, logits_dtype: str = "fp32") -> LMHead:
-        """Returns the head for these states."""
         head, t = head_of(self.model), self.temperature
         return head.at(hidden, temperature=t, logits_dtype=logits_dtype)
 
     def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Cached]:
         out = self._body(
-            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True
+            input_ids=ids, attention_mask=mask, position_ids=position_ids_of(mask), use_cache=True
         )
         cache = Cached.from_output(out)
         if cache is None:
@@ -219,9 +218,9 @@ class Policy(nn.Module):
 
 @contextmanager
 def _without_sampling_defaults(*models: Any) -> Iterator[None]:
-    """Leaves out the models' own options of `generate`, except token ids and the cache.
+    """Disables the models' options of `generate`, except token ids and the cache.
 
-    With their penalties, cutoffs or beams, samples would not be the policy's.
+    With their penalties, truncation or beams, samples would not be the policy's.
     """
     before = [model.generation_config for model in models]
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "cache_implementation")
@@ -236,10 +235,10 @@ def _without_sampling_defaults(*models: Any) -> Iterator[None]:
 
 
 def without_dropout(policy: Policy) -> Policy:
-    """Puts the policy into evaluation mode, as dropout would make every log-prob another policy's.
+    """Puts the policy into evaluation mode, as every dropout mask is another policy.
 
-    Layers that are checkpointed stay in training mode, without which they would not be; the modules
-    inside them do not.
+    Checkpointed layers stay in training mode, as checkpointing needs it; the modules inside them do
+    not.
     """
     policy.eval()
     for module in policy.modules():
@@ -251,8 +250,8 @@ def without_dropout(policy: Policy) -> Policy:
 def misses_parameters(model: nn.Module, ids: Tensor) -> bool:
     """True if logits of a text do not depend on some trained parameter.
 
-    Such are weights of an image tower, and of experts that the text is not routed to. A step of DDP
-    waits for the gradients of all parameters, unless it looks for these.
+    Examples are weights of an image tower, and experts that the text is not routed to. DDP then
+    needs `find_unused_parameters`, or a step waits for their gradients.
     """
     ids = ids.to(next(model.parameters()).device)
     with torch.enable_grad():
@@ -267,7 +266,7 @@ def misses_parameters(model: nn.Module, ids: Tensor) -> bool:
     return any(p.requires_grad and id(p) not in reached for p in model.parameters())
 
 
-def positions(mask: Tensor) -> Tensor:
+def position_ids_of(mask: Tensor) -> Tensor:
     """Returns position ids, which padding on the left does not advance."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
@@ -279,7 +278,7 @@ def why_not_shared(model: Any) -> str | None:
     model = base_model(model)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "gradient checkpointing keeps no cache"
-    if keeps_a_state(model):
+    if is_recurrent(model):
         return f"{type(model).__name__} keeps a recurrent state"
     cache = _cache_of_a_token(model)
     if cache is None:
@@ -291,17 +290,17 @@ def why_not_shared(model: Any) -> str | None:
 
 @torch.no_grad()
 def _cache_of_a_token(model: Any) -> Cached | None:
-    """Runs the body on one token, as it alone can tell what it returns."""
+    """Runs the body on one token; returns its cache, or None."""
     body, device = body_of(model), model.get_input_embeddings().weight.device
     forecast = device.type == "meta"
     with evaluating(model), without_memory() if forecast else nullcontext():
-        state = without_values(body) if forecast else {}
+        state = fake_cpu_tensors(body) if forecast else {}
         ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if forecast else device)
         inputs = {"input_ids": ids, "use_cache": True}
         return Cached.from_output(torch.func.functional_call(body, state, (), inputs))
 
 
-def without_values(module: nn.Module) -> dict[str, Tensor]:
+def fake_cpu_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Makes CPU tensors for a module on the meta device, in a block `without_memory`."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {

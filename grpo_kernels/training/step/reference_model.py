@@ -1,4 +1,4 @@
-"""`ReferenceModel`: the model that the KL measures the distance to."""
+"""`ReferenceModel`: the reference of the KL."""
 
 from __future__ import annotations
 
@@ -19,13 +19,8 @@ from .policy import Policy
 class ReferenceModel:
     """A frozen copy of the model, or another model; with LoRA the model without its adapters.
 
-    A copy follows the policy every `sync_ref_every` steps, and is then in the run's checkpoints.
-
-    Args:
-        accelerator: of the run.
-        model: the policy's.
-        other: the model that `ref_model` names; None where it names none.
-        config: of the run.
+    With `sync_ref_every` a copy is updated from the policy, and saved in the run's checkpoints.
+    `other`: the model of `ref_model`, or None.
     """
 
     def __init__(
@@ -33,7 +28,7 @@ class ReferenceModel:
     ) -> None:
         self.accelerator = accelerator
         self.copy: Any = None
-        # The model that no checkpoint has: another one, or the original of this copy.
+        # The model whose weights no checkpoint has: `other`, or the copied model.
         self.origin = [other or model] if other is not None or not config.lora_rank else []
         if other is not None:
             self.copy = self._placed(other, config)
@@ -51,7 +46,6 @@ class ReferenceModel:
         self._shared = {id(p) for p in model.parameters() if not p.requires_grad}
 
     def _placed(self, model: nn.Module, config: TrainingConfig) -> Any:
-        """The model on the device."""
         policy = Policy.from_config(model.eval().requires_grad_(False), config)
         return policy.to(self.accelerator.device)
 
@@ -63,7 +57,7 @@ class ReferenceModel:
             weight.copy_(trained[name])
 
     def _moving(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The copy's own parameters, which it does not share with the policy."""
+        """The copy's parameters that it does not share with the policy."""
         return ((n, p) for n, p in self.copy.named_parameters() if id(p) not in self._shared)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -72,13 +66,12 @@ class ReferenceModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the weights of a checkpoint."""
         for name, weight in self._moving():
             weight.copy_(state[name])
 
     @contextmanager
     def active(self, policy: Any) -> Iterator[Any]:
-        """The reference as a `Policy`, for as long as the context lasts."""
+        """The reference as a `Policy`, within the context."""
         if self.copy is not None:
             yield self.copy
             return
@@ -89,11 +82,11 @@ class ReferenceModel:
 def check_tokens(name: str, tokenizer: Any) -> None:
     """Refuses a reference with another tokenizer than the policy's.
 
-    Added tokens are not compared, as a chat model may rename a base model's; nor is anything where
-    the reference comes without a tokenizer.
+    Added tokens are not compared, as a chat model may rename a base model's. A reference without a
+    tokenizer passes.
 
     Raises:
-        ValueError: tokens with the same number differ.
+        ValueError: tokens with the same id differ.
     """
     from transformers import AutoTokenizer
 

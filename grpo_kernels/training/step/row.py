@@ -1,7 +1,7 @@
 """The row of a step: metrics of its rollout, of its updates and of its time.
 
 One call of the loss, on the log-probs of all processes, makes the metrics of an update. They do not
-depend on how it was cut into micro-batches and among processes.
+depend on micro-batches and the number of processes.
 """
 
 from __future__ import annotations
@@ -30,20 +30,13 @@ from .samples import Samples, Scores, call_loss, loss_config
 def step_row(
     samples: Samples, labels: Sequence[str], updates: Iterable[Mapping[str, float]], run: Run
 ) -> dict[str, Any]:
-    """Makes a step's row of metrics, over all processes.
-
-    Args:
-        samples: of this process.
-        labels: of the reward functions.
-        updates: metrics of the step's updates.
-        run: at the step; its clock has the step's seconds.
-    """
+    """Makes a step's row of metrics, over all processes; `labels` are the reward functions'."""
     add_samples(run.metrics, samples, labels, run.config)
     row = {"step": run.step, **run.metrics.take(run.accelerator)}
     if samples.replay_support:
         row |= support_metrics(ranks.reduce(run.accelerator, samples.support_sizes, torch.cat))
     row |= run.metrics.merge_updates(updates)
-    if run.micro_batch_size < run.config.micro_batch_size:  # since memory has run out
+    if run.micro_batch_size < run.config.micro_batch_size:  # memory has run out
         row["micro_batch_size"] = run.micro_batch_size
     if run.bad_updates:
         row["bad_updates"] = run.bad_updates
@@ -59,7 +52,7 @@ def add_samples(
 ) -> None:
     """Adds the metrics of a rollout before its updates.
 
-    Completions that no function scored are in no figure.
+    Completions that no function scored are in no metric.
     """
     groups = samples.rewards_total.view(-1, config.num_generations)
     squares = ((groups - groups.nanmean(1, keepdim=True)) ** 2).nansum(1)
@@ -96,17 +89,12 @@ def update_metrics(
 ) -> dict[str, float]:  # fmt: skip
     """Computes the metrics of an update's loss, over all processes; each makes this call.
 
-    Args:
-        samples: of this process.
-        scores: log-probs under other policies.
-        rows: this process's completions in the update.
-        policy: `[B, T]` `logps`, `entropy` and, if it is exact, `kl` of the policy at its tokens.
-        config: of the run.
-        accelerator: of the processes.
+    `rows`: this process's completions in the update. `policy`: its `logps`, `entropy` and, with an
+    exact KL, `kl`, `[B, T]`.
     """
     values = _values_of_all(samples, scores, rows, policy, accelerator)
     kl, has_set = values.pop("kl", None), values.pop("has_set", None)
-    # A call refuses log-probs of -inf. Their gradient tells the tokens that have none.
+    # The call refuses -inf. The metric `zero_gradient` needs gradients.
     logps = values.pop("logps").clamp(min=torch.finfo(torch.float32).min).requires_grad_()
     values["entropy"].requires_grad_()
     advantages = values.pop("advantages")[:, 0]
@@ -124,7 +112,7 @@ def update_metrics(
         metrics["support/gathered"] = has_set[chosen].mean()
     numbers = torch.stack([x.double() for x in metrics.values()]).tolist()
     row = dict(zip(metrics, numbers, strict=True))
-    # The term is a part of `loss`; its mean is over its tokens, if there are any.
+    # The mean over cross-entropy tokens is undefined without any.
     if not row.pop("ce_tokens", 0.0):
         row.pop("ce_nll", None)
     row.pop("ce_loss", None)
@@ -143,7 +131,7 @@ def _values_of_all(
         "sampling_logps": samples.sampling_logps, "ce_weights": samples.ce_weights,
         "has_set": samples.has_set,
     }  # fmt: skip
-    # A rollout may report some of these in some processes only.
+    # A rollout may report some values in some processes only.
     here = {name for name, x in local.items() if x is not None}
     reported = ranks.reduce(accelerator, here, lambda everywhere: set[str]().union(*everywhere))
     unknown = {"sampling_logps": math.nan}  # 0 for the others

@@ -32,14 +32,14 @@ class Samples:
     prompts: list[list[int]]  # [P], token ids
     prompt_of: list[int]  # [B], index into `prompts`
     completions: list[Completion]  # [B]
-    texts: list[str]  # [B], what the policy wrote
+    texts: list[str]  # [B], the policy's tokens as text
     rewards: Tensor  # [B, R], NaN where a function does not apply
     rewards_total: Tensor  # [B], weighted sums of the rewards; NaN where none applies
     advantages: Tensor  # [B]
     mask: Tensor  # [B, T], int64
     correct: list[bool]  # [B], or empty where problems have no answer
     timed_out: int  # comparisons of answers without a result
-    transcripts: list[str]  # [B], the texts with what tools said
+    transcripts: list[str]  # [B], the texts with the tools' outputs
     sampling_logps: Tensor | None  # [B, T], of the rollout
     ce_weights: Tensor | None  # [B, T], of the cross-entropy
     replay_support: bool  # whether log-probs are over the completions' supports
@@ -72,7 +72,7 @@ class Samples:
             return None
         sets = (c.support for c in self.completions)
         flags = [None if x is None else (x.offsets.diff() > 0).tolist() for x in sets]
-        return per_token(flags, self.mask)
+        return pad_per_token(flags, self.mask)
 
     @property
     def lengths(self) -> list[int]:
@@ -86,7 +86,7 @@ class Samples:
     def batch(self, rows: Sequence[int], pad_id: int) -> tuple[Batch, Tensor]:
         """Makes a batch of rows; returns it and the row numbers, on the mask's device.
 
-        Without rows the batch is the last completion, all masked: its forward counts for nothing.
+        Without rows the batch is the last completion, fully masked.
         """
         chosen, device = rows or [len(self.completions) - 1], self.mask.device
         batch = Batch.from_rows(
@@ -105,9 +105,9 @@ class Samples:
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probs `[B, T]` that updates on samples compare with, None where they do not.
+    """Log-probs `[B, T]` that updates on samples compare with, or None.
 
-    `entropy_threshold` is that of the rollout's tokens in all processes.
+    `entropy_threshold` is the quantile of the rollout's entropies in all processes.
     """
 
     old_logps: Tensor | None = None
@@ -129,11 +129,11 @@ class Update:
     rows: list[int]  # completions in the loss
     scores: Scores
     size: Size  # of the update, in all processes
-    kl: Tensor | None = None  # the exact one
+    kl: Tensor | None = None  # the exact KL
 
 
 def loss_config(config: TrainingConfig, scores: Scores) -> GRPOLossConfig:
-    """The config of the loss, with the threshold of the step's entropies if they have one."""
+    """The config of the loss, with the threshold of the step's entropies if there is one."""
     loss = config.loss_config()
     if scores.entropy_threshold is None:
         return loss
@@ -159,18 +159,11 @@ def loss_options(
 ) -> dict[str, Any]:  # fmt: skip
     """Options of `fused_grpo_loss` for a part of an update.
 
-    Args:
-        samples: the step's.
-        scores: log-probs under other policies.
-        part: completions in it.
-        where: the same as a tensor; of one completion, all masked, where there are none.
-        T: their longest length.
-        full: the size of the update, in all processes.
-        config: of the run.
-        world: the number of processes.
+    `where`: the completions of `part` as a tensor; without any, one fully masked completion. `T`:
+    their longest length. `full`: the size of the update, in all `world` processes.
     """
     loss, weights = loss_config(config, scores), samples.ce_weights
-    # Without rows the cross-entropy counts for nothing, too.
+    # Without rows the cross-entropy is 0, too.
     ce_items = max(full.tokens, 1) / world if part else math.inf
     tensors = {
         "old_logps": scores.old_logps, "ref_logps": scores.ref_logps,
@@ -191,18 +184,12 @@ def samples_of(
 ) -> Samples:  # fmt: skip
     """Makes the samples of this process from completions of its problems.
 
-    Args:
-        problems: with all of their columns.
-        prompts: token ids of each problem.
-        completions: sorted by problem.
-        judged: what `Samples` has of the completions by the names of its fields: `texts`,
-            `transcripts`, `rewards`, `rewards_total`, `correct` and `timed_out`.
-        config: of the run.
-        accelerator: of the processes.
+    `judged`: the fields `texts`, `transcripts`, `rewards`, `rewards_total`, `correct` and
+    `timed_out`.
 
     Raises:
-        StepError: log-probs are needed that the rollout does not report, or no function scored any
-            completion; on every rank.
+        StepError: the rollout does not report log-probs that the options need, or no function
+            scored any completion; on every rank.
     """
     G, device = config.num_generations, accelerator.device
     mask = to_device(loss_mask(completions, config.mask_truncated_completions), device)
@@ -220,8 +207,8 @@ def samples_of(
         **judged,
         advantages=group_relative_advantages(judged["rewards"], config, accelerator).to(device),
         mask=mask,
-        sampling_logps=None if None in logps else per_token(logps, mask),
-        ce_weights=None if weights.count(None) == len(weights) else per_token(weights, mask),
+        sampling_logps=None if None in logps else pad_per_token(logps, mask),
+        ce_weights=None if weights.count(None) == len(weights) else pad_per_token(weights, mask),
         replay_support=config.replay_support and ranks.reduce(accelerator, has_support, any),
     )
 
@@ -248,13 +235,13 @@ def group_relative_advantages(
 
 
 def loss_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor:
-    """Makes an int64 `[B, T]` mask of sampled tokens, if asked for without cut completions."""
+    """Makes an int64 `[B, T]` mask of sampled tokens, without cut completions if asked for."""
     mask = pad([c.sampled_flags for c in completions], 0)[0]
     ended = mask.new_tensor([[c.ended] for c in completions])
     return mask * ended if drop_truncated else mask
 
 
-def per_token(rows: Sequence[Sequence[float] | None], mask: Tensor) -> Tensor:
+def pad_per_token(rows: Sequence[Sequence[float] | None], mask: Tensor) -> Tensor:
     """Pads numbers per token to `[B, T]` on the mask's device, with 0 where there are none."""
     padded = torch.zeros(mask.shape, dtype=torch.float32, device="cpu")
     for row, numbers in zip(padded, rows, strict=True):

@@ -1,4 +1,4 @@
-"""Log-probs of a rollout before it is trained on, and the micro-batches of every forward."""
+"""Log-probs of a rollout before its updates, and the micro-batches of every forward."""
 
 from __future__ import annotations
 
@@ -20,21 +20,14 @@ from .policy import Batch
 from .reference_model import ReferenceModel
 from .samples import Samples, Scores
 
-# By the sampler's dtype: the mean gap to its log-probs that is always rounding, and the one that
-# never is. Between the two a gap may be this many times the first step's.
+# By the sampler's dtype: a mean gap to its log-probs below the first is always rounding, above the
+# second never. Between the two a gap may be this many times the first step's.
 GAPS = {"float32": (1e-4, 0.03), "float16": (0.02, 0.1), "bfloat16": (0.1, 0.3)}
 TIMES_THE_FIRST_GAP = 4.0
 
 
 class Scorer:
-    """Scores the completions of a process by the policy and by the reference.
-
-    Args:
-        policy: wrapped for the processes.
-        reference: None where there is no KL.
-        run: has the options, and how many completions a micro-batch may have.
-        pad_id: the token that fills up batches.
-    """
+    """Scores the completions of a process by the policy, wrapped, and the reference of a KL."""
 
     def __init__(
         self, policy: Any, reference: ReferenceModel | None, run: Run, pad_id: int
@@ -43,7 +36,7 @@ class Scorer:
         self.config, self.accelerator = run.config, run.accelerator
 
     def plan(self, samples: Samples, rows: Sequence[int]) -> Plan:
-        """Cuts rows into micro-batches, equally many in every process."""
+        """Splits rows into micro-batches, equally many in every process."""
         shared = self.accelerator.unwrap_model(self.policy).shares_prompts
         plan = plan_micro_batches(
             rows, self.run.micro_batch_size, samples.prompt_of, list(map(len, samples.prompts)),
@@ -54,7 +47,7 @@ class Scorer:
     def trainable_rows(
         self, samples: Samples, rows: Sequence[int], *, first_update: bool
     ) -> list[int]:
-        """Returns the completions of `rows` that an update does not leave out."""
+        """Returns the completions of `rows` that an update does not skip."""
         c = self.config
         if not (c.skip_untrained and c.loss_config().gradient_needs_advantage):
             return list(rows)
@@ -70,7 +63,7 @@ class Scorer:
         plan = self.plan(samples, range(len(samples.texts)))
         quantile_of_rollout = config.top_entropy_quantile < 1 and config.entropy_threshold is None
         # In a rollout's first update the policy is the one that sampled, and the ratio is 1.
-        if config.minibatches > 1:  # in the same parts as then, so that states have the same bits
+        if config.minibatches > 1:  # in the update's parts, so that states have the same bits
             parts = [
                 part for i, rows in enumerate(minibatches)
                 for part in self.plan(
@@ -94,7 +87,7 @@ class Scorer:
         return scores
 
     def logps(self, samples: Samples) -> Tensor:
-        """The policy's log-probs of all completions as it is now, `[B, T]`."""
+        """The current policy's log-probs of all completions, `[B, T]`."""
         plan = self.plan(samples, range(len(samples.texts)))
         return self._logps(self.policy, samples, plan)[0]
 
@@ -106,7 +99,7 @@ class Scorer:
             return reference("as_reference", batch)
 
     def compare_roundings(self, samples: Samples) -> None:
-        """Warns of a sampler that rounds its logits, which the policy does not."""
+        """Warns if the sampler rounds its logits, as the policy does not."""
         if samples.sampling_logps is None or ranks.gemm_dtype(self.config) == "float32":
             return
         part, *_ = self.plan(samples, range(len(samples.texts)))
@@ -148,10 +141,7 @@ class Scorer:
 def checked_gap(row: Mapping[str, float], dtype: str | None, run: Run) -> dict[str, float]:
     """Returns the gap between the log-probs of sampler and policy, before the first update.
 
-    Args:
-        row: metrics of the loss.
-        dtype: explains a gap; a name of torch. None: any gap is explained.
-        run: keeps the gap of its first step.
+    `row`: metrics of the loss. `dtype`: its rounding explains a gap; None: any gap is explained.
 
     Raises:
         RolloutError: the gap is larger than the dtype explains.
