@@ -27,7 +27,7 @@ from tests.helpers.model_families import family_model
 from tests.helpers.ranks import ROOT, Ranks
 from tests.helpers.tiny_models import V, make_tokenizer
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("real_memory")]
 T = 7
 EXAMPLES = ROOT / "examples"
 
