@@ -147,7 +147,8 @@ def swift_step(trainer):
     loss = trainer.compute_liger_loss(trainer.model, inputs, batch)
     loss.backward()
     grads = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
-    return loss.detach(), grads, dict(trainer._metrics["train"])
+    metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
+    return loss.detach(), grads, metrics
 
 
 @pytest.mark.parametrize("beta", (0.0, 0.04))

@@ -325,8 +325,9 @@ def test_defaults_by_dataset(flags, folder, options, capsys, tmp_path):
     config = train_gsm8k.config_of(flags)
     assert config.folder.name == folder
     assert {key: getattr(config, key) for key in options} == options
+    flag = "--print-config" if folder == "word_problems" else "--print_config"
     with pytest.raises(SystemExit):
-        train_gsm8k.config_of(["--print_config", *flags])
+        train_gsm8k.config_of([flag, *flags])
     (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
     assert train_gsm8k.config_of([str(tmp_path / "run.yaml")]) == config
 
