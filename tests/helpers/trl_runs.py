@@ -208,11 +208,17 @@ def steps_of(log, name):
     return [row[name] for row in log if "loss" in row and name in row]
 
 
+# Of these TRL logs means over tokens of micro-batches, which are others if some are moved.
+_OF_TOKENS = ("entropy", "clip_ratio", "cispo_clip_ratio", "kl", "vespo")
+
+
 def assert_same_updates(actual, expected, tolerance=1e-6):
-    """Compares losses and gradient norms of the steps, what TRL logs of tokens, and weights."""
-    for name in ("grad_norm", "loss", "num_tokens", "completions/mean_length", "reward"):
-        values, theirs = (steps_of(log, name) for _, log, _ in (actual, expected))
-        assert values == pytest.approx(theirs, rel=20 * tolerance, abs=tolerance), name
+    """Compares weights, and all that TRL logs but times and means over tokens."""
+    for row, expected_row in zip(actual[1], expected[1], strict=True):
+        for name, value in expected_row.items():
+            if not name.startswith(_OF_TOKENS) and not any(word in name for word in CLOCK):
+                close = {"rel": 20 * tolerance, "abs": tolerance, "nan_ok": True}
+                assert row[name] == pytest.approx(value, **close), name
     assert max(steps_of(expected[1], "grad_norm")) > 0.01
     for name, weight in expected[2].items():
         torch.testing.assert_close(actual[2][name], weight, msg=name, rtol=0, atol=tolerance)

@@ -155,10 +155,29 @@ def test_where_liger_is_wrong(loss_type, level):
     assert abs(loss / expected.loss - 1) < 1e-5
     assert relative_error(ours["hidden"], hidden.grad) < 1e-4
     assert relative_error(ours["weight"], weight.grad) < 1e-4
-    if level == "token":
-        del options["importance_sampling_level"]  # the oldest does not know it
-        theirs = run(LigerFusedLinearGRPOLoss(compiled=False, **options), batch, head, call)[2]
-        assert relative_error(theirs["weight"], weight.grad) > 1e-2
+
+
+@pytest.mark.parametrize("loss_type", ("dapo", "vespo"))
+@pytest.mark.parametrize("masked", ("a sequence", "all"))
+def test_masked_positions_may_hold_anything(masked, loss_type):
+    """NaN there gives what zeros give, and a sequence without tokens gives nothing."""
+    options = {"use_ref_model": True, "loss_type": loss_type}
+    batch, head, call = arguments_of(options, CASE | {"ratio": "sequence"})
+    batch.mask[: 1 if masked == "a sequence" else None] = False
+    assert masked == "all" or batch.mask.any()
+    call["vllm_is_ratio"][-1] = 0.0
+    level, results = "sequence" if loss_type == "dapo" else "token", []
+    for filler in (0.0, torch.nan):
+        states = head["hidden"].masked_fill(~batch.mask[..., None], filler)
+        names = ("old_per_token_logps", "ref_per_token_logps")
+        filled = {name: call[name].masked_fill(~batch.mask, filler) for name in names}
+        clip = {"epsilon_low": 0.01, "epsilon_high": 0.01}
+        module = FusedLinearGRPOLoss(importance_sampling_level=level, **clip, **options)
+        results.append(run(module, batch, {**head, "hidden": states}, call | filled))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    if masked == "all":
+        loss, metrics, grads = results[0]
+        assert not any(x.any() for x in (loss, *metrics, *grads.values()))
 
 
 def test_half_precision_and_the_execution(monkeypatch):

@@ -182,7 +182,26 @@ CASES = {
     "own sequence": ("plain", {
         "ours": {"loss": Clip(aggregation="grpo", ratio_level="sequence")},
         "trl": {"loss_type": "grpo", **SEQUENCE}, **TWICE}),
+    # Options that a callback changes, where TRL reads them.
+    **{f"{name} of the step": ("plain", {
+        "loss_type": "grpo", "epsilon": 0.5, "changed": ("trainer", {name: value}), **TWICE})
+       for name, value in {
+           "epsilon_low": 0.01, "epsilon_high": 0.01, "importance_sampling_level": "sequence",
+           "top_entropy_quantile": 0.6, "loss_type": "dr_grpo"}.items()},
+    "delta of the step": ("plain", {
+        "loss_type": "grpo", "epsilon": 0.5, "changed": ("args", {"delta": 1.001}), **TWICE}),
 }  # fmt: skip
+
+
+def with_changed(kind, owner, options):
+    """A trainer class whose options are others when a loss is computed."""
+
+    class Changed(kind):
+        def _compute_loss(self, model, inputs):
+            vars(self if owner == "trainer" else self.args).update(options)
+            return super()._compute_loss(model, inputs)
+
+    return Changed
 
 
 class Explained(FusedGRPOTrainer):
@@ -197,14 +216,17 @@ def test_the_same_run(case, tmp_path):
     options = {**options}
     ours, trl = options.pop("ours", {}), options.pop("trl", {})
     trl_class, their_calls = options.pop("trl_class", GRPOTrainer), []
+    our_classes = FusedGRPOTrainer, Explained
+    if changed := options.pop("changed", None):
+        trl_class = with_changed(trl_class, *changed)
+        our_classes = [with_changed(kind, *changed) for kind in our_classes]
     theirs = run(trl_class, tmp_path / "theirs", calls=their_calls, **options, **trl)
     for way in ways.split():
         folder, calls = tmp_path / way, []
         # A page of each step, of text; a run without pages follows the same functions elsewhere.
         pages = way == "plain" and not {"family", "evaluate"} & options.keys()
         actual = run(
-            Explained if pages else FusedGRPOTrainer, folder, calls=calls, **options, **ours,
-            **WAYS[way],
+            our_classes[pages], folder, calls=calls, **options, **ours, **WAYS[way]
         )  # fmt: skip
         if pages:
             assert_pages_add_up(folder, actual[0], options.get("gradient_accumulation_steps", 1))
@@ -216,6 +238,8 @@ def test_the_same_run(case, tmp_path):
             assert_same_training(actual, theirs, 1e-4)
         else:
             assert_same_run(actual, theirs)
+        if not ours:  # whose own losses log less
+            assert [row.keys() for row in actual[1]] == [row.keys() for row in theirs[1]]
     log = theirs[1]
     if case.startswith("delta"):  # else clipping was not looked at
         assert any(row.get("clip_ratio/region_mean", 0) > 0 for row in log)

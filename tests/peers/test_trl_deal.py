@@ -57,27 +57,14 @@ def test_a_loss_of_a_subclass_under_the_patch(tmp_path):
         assert_same_updates(run(Own, tmp_path / "patched", **FOUR), expected)
 
 
-def test_what_trl_logs(tmp_path):
-    """The table of docs/integrations.md."""
+def test_clip_ratios_are_those_of_computed_tokens(tmp_path):
+    """A clipped token has an advantage."""
     options = {"loss_type": "grpo", "epsilon": 0.01, "num_iterations": 2, **FOUR}
-    (_, theirs, _), (_, log, _) = (
-        run(kind, tmp_path / kind.__name__, **more, **options)
-        for kind, more in ((GRPOTrainer, {}), (FusedGRPOTrainer, SKIP))
-    )
-    assert [row.keys() for row in log] == [row.keys() for row in theirs]
-    loss_names = ("entropy", "clip_ratio")
-    for row, expected in zip(log, theirs, strict=True):
-        for name, value in expected.items():
-            if name.startswith(loss_names):
-                # Of tokens with a gradient alone; a clipped one has an advantage.
-                assert 0 <= row[name] < 10
-            elif not any(word in name for word in ("runtime", "per_second", "time", "flos")):
-                assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-    clipped, expected = (
-        [row["clip_ratio/region_mean"] for row in x if "loss" in row] for x in (log, theirs)
-    )
+    _, theirs, _ = run(GRPOTrainer, tmp_path / "theirs", **options)
+    _, log, _ = run(FusedGRPOTrainer, tmp_path / "mine", **SKIP, **options)
+    ratios, expected = (steps_of(x, "clip_ratio/region_mean") for x in (log, theirs))
     assert max(expected) > 0
-    assert all(x >= y for x, y in zip(clipped, expected, strict=True))
+    assert all(1 >= x >= y for x, y in zip(ratios, expected, strict=True))
 
 
 def test_entropy_is_that_of_computed_tokens(tmp_path):
