@@ -163,9 +163,8 @@ def test_masked_positions_may_hold_anything(masked, loss_type):
     """NaN there gives what zeros give, and a sequence without tokens gives nothing."""
     options = {"use_ref_model": True, "loss_type": loss_type}
     batch, head, call = arguments_of(options, CASE | {"ratio": "sequence"})
-    batch.mask[: 1 if masked == "a sequence" else None] = False
+    batch.mask[2 if masked == "a sequence" else 0 :] = False
     assert masked == "all" or batch.mask.any()
-    call["vllm_is_ratio"][-1] = 0.0
     level, results = "sequence" if loss_type == "dapo" else "token", []
     for filler in (0.0, torch.nan):
         states = head["hidden"].masked_fill(~batch.mask[..., None], filler)
@@ -175,9 +174,11 @@ def test_masked_positions_may_hold_anything(masked, loss_type):
         module = FusedLinearGRPOLoss(importance_sampling_level=level, **clip, **options)
         results.append(run(module, batch, {**head, "hidden": states}, call | filled))
     torch.testing.assert_close(*results, rtol=0, atol=0)
+    loss, metrics, grads = results[0]
     if masked == "all":
-        loss, metrics, grads = results[0]
         assert not any(x.any() for x in (loss, *metrics, *grads.values()))
+    elif loss_type == "dapo":
+        assert metrics[1] == 1  # the sequence is clipped
 
 
 def test_half_precision_and_the_execution(monkeypatch):
