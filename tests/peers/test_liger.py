@@ -233,6 +233,14 @@ def test_the_tokens_of_several_ranks(num_items, monkeypatch):
     assert relative_error(ours["weight"], theirs[2]["weight"]) < 1e-5
 
 
+@pytest.mark.skipif("num_items_in_batch" not in _ARGUMENTS, reason="an older Liger")
+def test_defaults_are_ligers():
+    ours = inspect.signature(FusedLinearGRPOLoss).parameters
+    names = ours.keys() & _OPTIONS.keys() - {"self"}
+    assert len(names) > 15
+    assert {x: ours[x].default for x in names} == {x: _OPTIONS[x].default for x in names}
+
+
 def test_numbers_of_numpy():
     batch, head, call = arguments_of({"use_ref_model": False, "loss_type": "dapo"}, CASE)
     options = {"epsilon_low": 0.25, "epsilon_high": 0.5, "temperature": 0.5, "delta": 1.75}
