@@ -1,47 +1,243 @@
-"""Examples for frameworks without a place for plug-ins, run against these frameworks' own files.
+"""This library in frameworks whose releases may break it: theirs and ours agree, at their heads.
 
-What they import besides, and what no CPU has, is a stand-in without contents.
+Each test needs its own framework, which `make test-with FRAMEWORK=` installs: axolotl, ms-swift,
+kernels, others. Of the last, files are run; imports that no CPU has are stand-ins without contents.
 """
 
 import importlib.util
 import inspect
+import json
+import os
+import re
 import runpy
+import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from tests.helpers.batches import relative_error
 from tests.helpers.model_families import family_model
 from tests.helpers.ranks import ROOT, Ranks
-from tests.helpers.tiny_models import V
+from tests.helpers.tiny_models import V, make_tokenizer
 
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("real_memory")]
 T = 7
-FRAMEWORKS = ("openrlhf", "skyrl", "torchtitan")
+EXAMPLES = ROOT / "examples"
+
+
+def needs(package):
+    return pytest.importorskip(package, reason="`make test-with FRAMEWORK=` has it")
+
+
+def assert_close(theirs, ours):
+    """Compares values and gradients."""
+    for x, y in zip(theirs, ours, strict=True):
+        assert relative_error(y, x) < 1e-5
+
+
+# axolotl: the page's trainer, built by its own builder from its config
+
+
+def trained_by_axolotl(folder, lora, trl, **config):
+    """The class of the trainer; losses, log and weights of its run."""
+    os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
+    from axolotl.core.builders import HFRLTrainerBuilder
+    from axolotl.utils.config import validate_config
+    from axolotl.utils.dict import DictDefault
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from tests.helpers import trl_runs
+
+    stored = trl_runs.folder_of("qwen2")
+    reward = "tests.helpers.trl_runs.noise"
+    sizes = {"num_generations": 4, "max_completion_length": 6, "temperature": 0.9}
+    config = {
+        "rl": "grpo", "learning_rate": 0.05, "optimizer": "sgd", "lr_scheduler": "constant",
+        "micro_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": trl_runs.STEPS,
+        "logging_steps": 1, "bf16": False, "fp16": False, "datasets": [{"path": "none"}],
+        "base_model": stored, "output_dir": str(folder),
+        "trl": {**sizes, "reward_funcs": [reward], **trl}, **config,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    config = validate_config(DictDefault(config))
+    builder = HFRLTrainerBuilder(config, model, make_tokenizer(), None)
+    builder.train_dataset = trl_runs.prompts()
+    trainer = builder.build(trl_runs.STEPS)
+    trainer.train()
+    log = trainer.state.log_history
+    weights = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
+    return type(trainer), ([row["loss"] for row in log if "loss" in row], log, weights)
+
+
+@pytest.mark.parametrize("lora", (False, True), ids=("all weights", "LoRA"))
+def test_axolotl(lora, tmp_path, monkeypatch):
+    needs("axolotl")
+    import yaml
+    from trl.trainer import grpo_trainer
+
+    from tests.helpers.trl_runs import assert_same_run
+
+    page = (ROOT / "docs/integrations.md").read_text().split("## axolotl\n")[1]
+    ((name, code),) = re.findall(r'```python title="(\w+)\.py"\n(.*?)```', page, re.S)
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    lines = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.S)[1])
+    trl, config = {"beta": 0.1}, {}
+    if lora:
+        trl = {"loss_type": "grpo", "num_iterations": 2, "beta": 0.0, "entropy_coef": 0.05}
+        config = {"gradient_accumulation_steps": 2, "micro_batch_size": 2}
+    kind, plain = trained_by_axolotl(tmp_path / "plain", lora, trl, **config)
+    assert kind.__name__ == "AxolotlGRPOTrainer"
+    # What TRL's own method calls on logits is not called any more.
+    monkeypatch.delattr(grpo_trainer, "selective_log_softmax")
+    kind, fused = trained_by_axolotl(tmp_path / "fused", lora, trl, **config, **lines)
+    sys.modules.pop(name)
+    assert f"{kind.__module__}.{kind.__name__}" == lines["trainer_cls"]
+    assert_same_run(fused, plain)
+
+
+# ms-swift: the plug-in file in its own trainer, whose loss is Liger's
+
+
+def swift_trainer(loss_type, beta):
+    """ms-swift's trainer with what its loss looks at, made as its constructor makes it."""
+    from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
+
+    trainer = object.__new__(GRPOTrainer)
+    vars(trainer).update(
+        args=SimpleNamespace(use_liger_kernel=True, report_to=[]), beta=beta, loss_type=loss_type,
+        temperature=0.7, epsilon_low=0.2, epsilon_high=0.28, max_completion_length=T,
+        importance_sampling_level="token", tau_pos=1.0, tau_neg=1.05, advantage_estimator="grpo",
+        template=SimpleNamespace(padding_free=False, sequence_parallel_size=1),
+        control=SimpleNamespace(should_evaluate=False), _metrics={"train": defaultdict(list)},
+        accelerator=SimpleNamespace(gather_for_metrics=lambda x: x, is_main_process=False),
+        is_multimodal=False, model_kwarg_keys=(),
+    )  # fmt: skip
+    trainer._prepare_liger_loss()
+    trainer.model = family_model("qwen2")
+    return trainer
+
+
+def swift_step(trainer):
+    """Loss, gradients and metrics of ms-swift's step."""
+    from swift.rl_core.data import GRPOBatch
+
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(V, (4, 5 + T), generator=g)
+    mask = torch.arange(T) < torch.tensor([7, 3, 5, 1])[:, None]
+    old, ref = -5 + 0.3 * torch.randn(2, 4, T, generator=g)
+    batch = GRPOBatch(
+        completion_mask=mask, truncated_mask=torch.zeros(4, dtype=torch.bool),
+        seq_lengths=torch.full((4,), 5 + T), old_per_token_logps=old,
+        ref_per_token_logps=ref if trainer.beta else None,
+        advantages=torch.randn(4, 1, generator=g).expand(4, T), logits_to_keep=T,
+    )  # fmt: skip
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    loss = trainer.compute_liger_loss(trainer.model, inputs, batch)
+    loss.backward()
+    grads = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
+    return loss.detach(), grads, metrics
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.04))
+@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"))
+def test_ms_swift(loss_type, beta):
+    needs("swift")
+    from liger_kernel import chunked_loss
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss as Liger
+    from swift.utils import import_external_file
+
+    from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
+
+    for _ in range(2):  # as `--external_plugins` does, and a second time, as a worker does
+        module = import_external_file(str(EXAMPLES / "ms_swift_plugin.py"))
+    try:
+        ours = swift_trainer(loss_type, beta)
+        assert isinstance(ours.liger_grpo_loss, FusedLinearGRPOLoss)
+        theirs = swift_trainer(loss_type, beta)
+    finally:
+        module.patch.undo()
+        del sys.modules[module.__name__]
+    assert chunked_loss.LigerFusedLinearGRPOLoss is Liger
+    theirs.liger_grpo_loss = Liger(
+        beta=beta, compiled=False, epsilon_low=0.2, epsilon_high=0.28, temperature=0.7,
+        use_ref_model=beta != 0.0, loss_type=loss_type, max_completion_length=T,
+        importance_sampling_level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+    )  # fmt: skip
+    (*values, metrics), (*expected, their_metrics) = swift_step(ours), swift_step(theirs)
+    assert_close(expected, values)
+    assert metrics == pytest.approx(their_metrics, rel=1e-5) and ("kl" in metrics) == bool(beta)
+
+
+# kernels: the folder of `packaging/kernel_package.py`, loaded as Hugging Face's package loads it
+
+LOADED = """
+import re, sys
+from pathlib import Path
+import kernels, torch
+from kernels._rust import Build, Digest, Metadata
+sys.modules["grpo_kernels"] = None  # an installed one does not help
+folder = Path(sys.argv[1])
+Build.open(folder)  # tells on stderr of an old edition
+for variant in (folder / "build").iterdir():
+    digest = Metadata.read_from_file(variant / "metadata.json").digest
+    digest.validate(Digest.hash_variant(digest.algorithm, variant))
+kernel = kernels.get_local_kernel(folder)
+assert kernel.__file__ == str(folder / "build/torch-cpu/__init__.py")
+h, w = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+ids, ones = torch.zeros(2, 3, dtype=torch.long), torch.ones(2)
+call = lambda h, w: kernel.fused_grpo_loss(h, kernel.LMHead(w), ids, ones).loss
+call(h, w).backward()
+compiled = torch.compile(call, backend="aot_eager")
+assert w.grad.norm() > 0 and compiled(h, w) == call(h, w)
+support = kernel.Support(ids.view(-1).int(), torch.arange(7))
+assert kernel.fused_grpo_loss(h, w, ids, ones, support=support).metrics["support/mean"] == 1
+assert kernel.topk_kl and kernel.check_sampler
+kernels.get_kernel = lambda repo_id, version: {"a/b": kernel}[repo_id]
+card = (folder / "CARD.md").read_text().replace("{{ repo_id }}", "a/b")
+exec(re.search(r"```python\\n(.*?)```", card.replace("{{ version }}", "0"), re.S)[1])
+assert abs(out.loss.item()) < 10 and weight.grad.norm() > 0
+"""
+
+
+def test_kernels(tmp_path):
+    folder = tmp_path / "kernel"
+    subprocess.run([sys.executable, ROOT / "packaging/kernel_package.py", folder], check=True)
+    for backend in ("cpu", "cuda", "rocm"):
+        variant = folder / f"build/torch-{backend}"
+        assert not {"integrations", "training"} & {x.name for x in variant.iterdir()}
+        metadata = json.loads((variant / "metadata.json").read_text())
+        assert metadata["backend"] == {"type": backend} and backend in metadata["id"]
+        assert metadata["version"] == 0
+        for path in variant.rglob("*.py"):
+            # Under another name nothing else would be found.
+            assert not re.search(r"^\s*(from|import) grpo_kernels", path.read_text(), re.M), path
+    assert len([*(folder / "build").iterdir()]) == 3
+    needs("kernels")
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, folder], text=True, capture_output=True, cwd="/",
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0 and "build.toml" not in done.stderr, done.stderr
+
+
+# others: examples for frameworks without a place for plug-ins, run against the frameworks' files
 
 
 def run_example(name):
-    return runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name=name)
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """Puts stand-ins in the place of modules, until the test ends."""
-
-    def put(*names):
-        for name in names:
-            stand_in = MagicMock()
-            stand_in.__spec__, stand_in.__path__ = None, []
-            monkeypatch.setitem(sys.modules, name, stand_in)
-
-    before = set(sys.modules)
-    yield put
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in FRAMEWORKS:
-            del sys.modules[name]
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)
 
 
 def file_of(package, path):
@@ -60,20 +256,29 @@ def run_file(path, name):
     return module
 
 
-def assert_close(results):
-    """Compares values and gradients: theirs and ours."""
-    for theirs, ours in zip(*results, strict=True):
-        assert relative_error(ours, theirs) < 1e-5
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Puts stand-ins in the place of modules, until the test ends."""
+
+    def put(*names):
+        for name in names:
+            monkeypatch.setitem(sys.modules, name, MagicMock(__spec__=None, __path__=[]))
+
+    before = set(sys.modules)
+    yield put
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("openrlhf", "skyrl"):
+            del sys.modules[name]
 
 
-def test_openrlhf(modules):
+def test_openrlhf(stand_ins):
     """Log-probs, entropies and gradients of its actor."""
     path = file_of("openrlhf", "models/actor.py")
     models = [family_model("qwen2"), family_model("qwen2")]  # transformers looks for deepspeed
-    modules(
-        "flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed"
-    )
-    modules("deepspeed", "openrlhf", "openrlhf.trainer", "openrlhf.trainer.ray")
+    stand_ins(
+        "flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed",
+        "deepspeed", "openrlhf", "openrlhf.trainer", "openrlhf.trainer.ray",
+    )  # fmt: skip
     for name in ("openrlhf.models.ring_attn_utils", "openrlhf.trainer.ray.ppo_actor"):
         sys.modules[name] = ModuleType(name)
     for name in ("gather_and_pad_tensor", "unpad_and_slice_tensor"):
@@ -104,26 +309,25 @@ def test_openrlhf(modules):
         ((logps * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
         grads = torch.cat([p.grad.flatten() for p in actor.parameters()])
         results.append((logps.detach(), entropy.detach(), grads))
-    assert_close(results)
+    assert_close(*results)
 
 
-def test_skyrl(modules, one_rank):
-    """SkyRL's function and ours agree on one rank."""
+def test_skyrl(stand_ins, one_rank):
     path = file_of("skyrl", "backends/skyrl_train/distributed/megatron/model_utils.py")
     above = "skyrl.backends.skyrl_train.distributed.megatron"
-    modules("megatron", "megatron.core", "megatron.core.parallel_state")
     parts = above.split(".")
-    modules(*(".".join(parts[: i + 1]) for i in range(len(parts))))
+    stand_ins("megatron", "megatron.core", "megatron.core.parallel_state")
+    stand_ins(*(".".join(parts[: i + 1]) for i in range(len(parts))))
     module = run_file(path, f"{above}.model_utils")
     sys.modules[above].model_utils = module
     original = module._fused_lm_head_logprob_apply
     run_example("skyrl_logprobs")
     fused = module._fused_lm_head_logprob_apply
     assert fused is not original
-    names = list(inspect.signature(original).parameters)
-    assert [x.replace("vocab_", "").replace("_index", "") for x in names] == list(
-        inspect.signature(fused).parameters
-    )
+    names = [*inspect.signature(original).parameters]
+    assert [x.replace("vocab_", "").replace("_index", "") for x in names] == [
+        *inspect.signature(fused).parameters
+    ]
     results = []
     for call in (original, fused):
         g = torch.Generator().manual_seed(1)
@@ -134,31 +338,83 @@ def test_skyrl(modules, one_rank):
         (logps * torch.randn(2, 9, generator=g)).sum().backward()
         results.append((logps.detach(), hidden.grad, weight.grad))
     assert not fused("torch", hidden, weight, target, 0, V, 4, one_rank, True).requires_grad
-    assert_close(results)
+    assert_close(*results)
 
 
-def test_torchtitan(modules):
-    pytest.importorskip("spmd_types")
-    from tests.frameworks.others_jobs import batch_of_torchtitan, losses_of_torchtitan
+class Decoder(torch.nn.Module):
+    """Without its head, as in torchtitan's trainer where a loss has it."""
 
-    results = []
-    states, ids, options = batch_of_torchtitan(rank=0)
-    for loss in losses_of_torchtitan():
+    def __init__(self):
+        super().__init__()
         torch.manual_seed(0)
-        head = torch.nn.Linear(32, V, bias=False)
-        hidden = states.clone().requires_grad_()
-        loss.set_lm_head(head)
-        value, metrics = loss(hidden, ids, 23.0, **options)
-        value.backward()
-        results.append((value.detach(), metrics["loss/mean"], hidden.grad, head.weight.grad))
-    assert_close(results)
+        self.layer, self.norm = torch.nn.Linear(32, 32), torch.nn.RMSNorm(32)
+        self.lm_head = torch.nn.Linear(32, V, bias=False)
+
+    def forward(self, x):
+        return self.norm(self.layer(x))
 
 
-def test_torchtitan_under_fsdp2(tmp_path):
-    """Gradients are sums over the ranks, as its trainer has FSDP divide by 1."""
-    pytest.importorskip("spmd_types")
-    file_of("torchtitan", "experiments/rl/losses/dapo.py")
+def torchtitan_losses(rank, shard):
+    """Values and whole gradients of torchtitan's DAPO loss in its wrapper, and of the example's.
+
+    Of the second of two steps; `shard` wraps the decoder.
+    """
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    path = file_of("torchtitan", "experiments/rl/losses/dapo.py")
+    dapo = run_file(path, "dapo_of_torchtitan").DAPOLoss.Config()
+    FusedDAPOLoss = run_example("torchtitan_loss")["FusedDAPOLoss"]
+    assert issubclass(FusedDAPOLoss, ChunkedLossWrapper)
+    g = torch.Generator().manual_seed(1 + rank)
+    ids = torch.randint(V, (4, 8), generator=g)
+    mask = torch.rand(4, 8, generator=g) > 0.3
+    logprobs = -5 + 0.3 * torch.randn(4, 8, generator=g)
+    logprobs[0, :2] = float("nan")
+    advantages = torch.randn(4, 1, generator=g).expand(4, 8) * mask
+    options = {"generator_logprobs": logprobs, "advantages": advantages, "loss_mask": mask}
+    x, results = torch.randn(4, 8, 32, generator=g), []
+    for loss in (
+        ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=2, loss_fn=dapo)),
+        FusedDAPOLoss(FusedDAPOLoss.Config()),
+    ):
+        model = Decoder()
+        shard(model)
+        loss.set_lm_head(model.lm_head)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            value, metrics = loss(model(x), ids, 23.0, **options)
+            value.backward()
+            with torch.no_grad():  # leaves no weights behind that the update would miss
+                loss(model(x), ids, 23.0, **options)
+            optimizer.step()
+        grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+        results.append([value.detach(), metrics["loss/mean"], *grads])
+    return results
+
+
+def sum_over_ranks(model):
+    """Shards as torchtitan's trainer does, which has FSDP divide by 1."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in (model.layer, [model.norm, model.lm_head], model):
+        wrapped = fully_shard(unit, mesh=mesh)
+        for module in wrapped if isinstance(unit, list) else [wrapped]:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+def torchtitan_under_fsdp2():
+    return torchtitan_losses(dist.get_rank(), sum_over_ranks)
+
+
+@pytest.mark.parametrize("sharded", (False, True), ids=("alone", "FSDP2"))
+def test_torchtitan(sharded, tmp_path):
+    needs("torchtitan")
+    needs("spmd_types")
+    if not sharded:
+        assert_close(*torchtitan_losses(0, lambda model: None))
+        return
     ranks = Ranks(tmp_path)
-    for results in ranks("tests.frameworks.others_jobs:torchtitan_under_fsdp2"):
-        assert_close(results)
+    for results in ranks(torchtitan_under_fsdp2):
+        assert_close(*results)
     ranks.close()

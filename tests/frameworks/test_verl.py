@@ -140,12 +140,6 @@ def test_copies_of_a_sharded_head(shape, ranks):
     assert max(errors(ranks, "grpo_kernels", "head", "fsdp2", torch.float32, shape)) < 1e-5
 
 
-def test_verls_own_backend_does_not_take_a_sharded_head(ranks):
-    with pytest.raises(RankFailed, match=r"mixed torch\.Tensor and DTensor"):
-        ranks("fsdp2", "torch", "head")
-    assert max(errors(ranks, "torch", "qwen3_vl", "fsdp2")) > 0.5
-
-
 def test_activations_are_not_offloaded_where_verl_waits_for_a_call_of_the_head(ranks):
     ranks(True, job="offloaded")
     with pytest.raises(RankFailed, match=r"enable_activation_offload=True does not work"):
@@ -180,7 +174,10 @@ def test_megatrons_call(tmp_path, capsys):
     HFModelConfig(**options, fused_kernel_options={"impl_backend": "torch"})
 
 
-def test_an_adapter_on_the_head_that_came_with_a_checkpoint_is_refused():
+def test_what_is_refused(monkeypatch):
+    """Heads that verl's forward leaves out, a second patch, and other versions."""
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM, whose head has a softcap"):
+        monkey_patch.patch_forward_with_backends(family_model("gemma2"), True, "grpo_kernels")
     model = model_of()
     forward_of(model, "grpo_kernels", torch.zeros(1, 2, dtype=torch.long))
     model.lm_head.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(32, 2)})
@@ -189,6 +186,15 @@ def test_an_adapter_on_the_head_that_came_with_a_checkpoint_is_refused():
         ours._check_engine(torch.nn.Sequential(model), None)
     model._verl_fused_kernels_backend = "torch"
     ours._check_engine(torch.nn.Sequential(model), None)
+    assert ours.patch_verl.active()
+    with pytest.raises(RuntimeError, match=r"patch_verl: .* patched already"):
+        ours.patch_verl()
+    with pytest.raises(TypeError, match="execution"):
+        ours.patch_verl(execution=Execution)
+    for installed in ("0.8.1", "0.10.0"):
+        monkeypatch.setattr(patching.metadata, "version", lambda _, got=installed: got)
+        with pytest.raises(ImportError, match=rf"verl.*0\.9.*{re.escape(installed)}"):
+            ours.patch_verl()
 
 
 def test_other_backends_are_verls():
@@ -202,24 +208,6 @@ def test_other_backends_are_verls():
     for use, backend in ((False, "grpo_kernels"), (True, "mine")):
         monkey_patch.patch_forward_with_backends(model, use, backend)
         assert type(model).forward is before
-
-
-def test_a_head_that_verls_forward_leaves_out_is_refused():
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM, whose head has a softcap"):
-        monkey_patch.patch_forward_with_backends(family_model("gemma2"), True, "grpo_kernels")
-
-
-def test_patched_once():
-    assert ours.patch_verl.active()
-    with pytest.raises(RuntimeError, match=r"patch_verl: .* patched already"):
-        ours.patch_verl()
-
-
-@pytest.mark.parametrize("installed", ("0.8.1", "0.10.0"))
-def test_other_versions(installed, monkeypatch):
-    monkeypatch.setattr(patching.metadata, "version", lambda _: installed)
-    with pytest.raises(ImportError, match=rf"verl.*0\.9.*{re.escape(installed)}"):
-        ours.patch_verl()
 
 
 SCRIPT = """
@@ -268,5 +256,3 @@ def test_an_execution_of_ones_own(tmp_path):
     )
     path = {"VERL_USE_EXTERNAL_MODULES": "mine", "PYTHONPATH": str(tmp_path)}
     assert "True grpo_kernels" in in_a_process("-W", "error::UserWarning:grpo_kernels", **path)
-    with pytest.raises(TypeError, match="execution"):
-        ours.patch_verl(execution=Execution)

@@ -1,9 +1,11 @@
 """Helpers that runs of TRL's trainer share."""
 
 import functools
+import random
 import tempfile
 
 import datasets
+import pytest
 import torch
 import transformers
 from trl import GRPOConfig
@@ -16,6 +18,8 @@ TOLERANCE = 1e-5
 CLOCK = ("runtime", "per_second", "time", "flos")
 # Two updates of each batch, so that ratios are clipped; two micro-batches an update.
 TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 2}
+FOUR = {"gradient_accumulation_steps": 4}
+LENGTH = 16  # of the longest drawn completion
 
 
 def noise(completions, **_):
@@ -164,3 +168,57 @@ def assert_same_run(actual, expected):
             compared += 1
     assert compared > 10 * STEPS
     assert any(row.get("grad_norm", 0) > 1e-3 for row in log)
+
+
+def completions_of(prompt_ids):
+    """Completions of 1 to `LENGTH` tokens, by the prompt and its turn; a third of them end."""
+    turns, done = {}, []
+    for prompt in map(str, prompt_ids):
+        turn = turns[prompt] = turns.get(prompt, -1) + 1
+        draw = random.Random(f"{prompt} {turn}")
+        ids = [draw.randrange(33, 90) for _ in range(draw.randrange(1, LENGTH + 1))]
+        done.append([*ids[:-1], 0] if turn % 3 else ids)
+    return done
+
+
+def rewards_of(share, equal=1.0):
+    """Equal rewards for `share` of the prompts; of others' two are the mean of the group."""
+
+    def reward(prompts, **_):
+        turns, rewards = {}, []
+        for prompt in prompts:
+            turn = turns[prompt] = turns.get(prompt, -1) + 1
+            same = random.Random(f"of {prompt}").random() < share
+            rewards.append(equal if same else (0.0, 1.0, 2.0, 1.0)[turn % 4])
+        return rewards
+
+    return reward
+
+
+def run(trainer_class, folder, share=0.5, **options):
+    """A run with drawn completions, whose rewards are equal in a `share` of the groups."""
+    return trained(trainer_class, folder, **{
+        "completions": completions_of, "rewards": rewards_of(share), "num_generations": 4,
+        "per_device_train_batch_size": 6 if options.get("gradient_accumulation_steps") == 4 else 4,
+        "max_completion_length": LENGTH, **options,
+    })  # fmt: skip
+
+
+def steps_of(log, name):
+    return [row[name] for row in log if "loss" in row and name in row]
+
+
+# Of these TRL logs means over tokens of micro-batches, which are others if some are moved.
+_OF_TOKENS = ("entropy", "clip_ratio", "cispo_clip_ratio", "kl", "vespo")
+
+
+def assert_same_updates(actual, expected, tolerance=1e-6):
+    """Compares weights, and all that TRL logs but times and means over tokens."""
+    for row, expected_row in zip(actual[1], expected[1], strict=True):
+        for name, value in expected_row.items():
+            if not name.startswith(_OF_TOKENS) and not any(word in name for word in CLOCK):
+                close = {"rel": 20 * tolerance, "abs": tolerance, "nan_ok": True}
+                assert row[name] == pytest.approx(value, **close), name
+    assert max(steps_of(expected[1], "grad_norm")) > 0.01
+    for name, weight in expected[2].items():
+        torch.testing.assert_close(actual[2][name], weight, msg=name, rtol=0, atol=tolerance)

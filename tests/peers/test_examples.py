@@ -1,47 +1,305 @@
-"""The examples, each on a model of a few thousand parameters."""
+"""The examples, each run once on a model of a few thousand parameters, and what each promises."""
 
+import ast
 import json
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import custom_reward, demo_model, tool_use, train_additions, train_gsm8k
+from examples import demo_model, train_gsm8k
 from grpo_kernels.training import parse_config
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_model, make_tokenizer
 
+EXAMPLES = sorted((ROOT / "examples").glob("[a-z]*.py"))
+RECIPES = sorted((ROOT / "examples/configs/trl").glob("*.yaml"))
 SMALL = (
     "--steps", "2", "--prompts_per_step", "2", "--num_generations", "2", "--eval_size", "3",
     "--max_completion_length", "5",
 )  # fmt: skip
 
-
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_needs_its_folder_alone(path):
+    assert "sys.path" not in path.read_text()
+    others = {"examples", "benchmarks", "tests"}
+    assert not {name.split(".")[0] for name in imports_of(path)} & others
+    if path.stem in ("minimal_grpo", "distill"):  # to be read at a sitting
+        assert len(path.read_text().splitlines()) <= 140
+
+
+def example(name, **replaced):
+    """The functions of an example, with others in the place of some."""
+    run = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
+    run["main"].__globals__.update(replaced)
+    return run
+
+
+# Runs, by the arguments that follow the model
+
+
+def trains(name, *options, model, folder):
+    """Runs one that makes a run of our trainer."""
+    argv = ["--model", str(model), "--output", str(folder / "run"), *SMALL, *options]
+    done = import_module(f"examples.{name}").main(argv)
+    rows = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert (done / "report.html").exists()
+
+
+def learns(*, model, folder):
+    """A model of a few thousand parameters learns to prefer the first half of ASCII."""
+    main = example("minimal_grpo", reward=lambda text, _: sum(c < "@" for c in text) / 10)["main"]
+    history = main(["--model", str(model), "--steps", "30", "--learning-rate", "3e-2"])
+    # Twice as much with any of several seeds.
+    assert len(history) == 30 and sum(history[-5:]) > 1.4 * sum(history[:5]) > 0
+
+
+def distils(signal, *, model, folder):
+    """A model that sees solved sums before a question, and one that does not, come closer."""
+    options = ["--model", str(model), "--steps", "15", "--learning-rate", "1e-3"]
+    history = example("distill")["main"]([*options, "--signal", signal])
+    assert len(history) == 15 and 0 < sum(history[-3:]) < 0.7 * sum(history[:3])
+
+
+def explains(*, model, folder):
+    """With the lines of its comment."""
+    text = (ROOT / "examples" / "minimal_grpo.py").read_text()
+    line, before = re.search("`(from grpo_kernels.explain .*?)`", text)[1], "\nfrom grpo_kernels"
+    text = text.replace(before, f"\n{line}{before}", 1).replace("# e = ", "e = ")
+    (folder / "mine.py").write_text(text.replace("# e.write", "e.write"))
+    runpy.run_path("mine.py")["main"](["--model", str(model), "--steps", "1"])
+    assert "<script>" in (folder / "step.html").read_text()
+
+
+def trains_by_trl(*, model, folder):
+    """The same first step with TRL's own head."""
+    pytest.importorskip("trl", reason="needs the extra 'peers'")
+    from tests.helpers.trl_runs import on_a_cpu
+
+    logs = []
+    for stock in ((), ("--stock",)):
+        trainer = example("trl_gsm8k")["main"]([*on_a_cpu(model, folder), *stock])
+        logs.append(trainer.state.log_history[0])
+        assert logs[-1]["grad_norm"] > 1e-3
+        assert type(trainer).__name__ == ("GRPOTrainer" if stock else "FusedGRPOTrainer")
+    for name in ("loss", "grad_norm", "entropy", "rewards/format/mean"):
+        assert logs[0][name] == pytest.approx(logs[1][name], abs=1e-5), name
+
+
+def trains_by_a_recipe(recipe, *, model, folder):
+    """A first step without vLLM; `tests/ranks` has the processes."""
+    pytest.importorskip("trl", reason="needs the extra 'peers'")
+    from tests.helpers.trl_runs import on_a_cpu
+
+    header = recipe.read_text().split("output_dir:")[0]
+    launched = re.search(r"--config_file (\S+)", header)
+    assert launched is None or (ROOT / launched[1]).exists()
+    assert str(recipe.relative_to(ROOT)) in header and "# run:" in header
+    assert f"output_dir: runs/trl/{recipe.stem}\n" in recipe.read_text()
+    trainer = example("trl_gsm8k")["main"](["--config", str(recipe), *on_a_cpu(model, folder)])
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+    adapted = any("lora" in name for name, _ in trainer.model.named_parameters())
+    assert adapted == ("lora" in recipe.stem)
+
+
+def trains_by_lightning(*, model, folder):
+    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    rollouts, steps = [], []
+
+    def noise(prompts, completions, **_):
+        rollouts.append(completions)
+        return [float(sum(map(ord, text)) % 7) for text in completions]
+
+    run = example("lightning_grpo", addition=noise)
+    original = run["GRPO"].training_step
+
+    def step(self, batch, index):
+        loss = original(self, batch, index)
+        off = [p for name, p in self.model.named_parameters() if "lora_B" in name]
+        steps.append((dict(self.trainer.callback_metrics), off[0].abs().sum().item()))
+        return loss
+
+    run["GRPO"].training_step = step
+    trainer = run["main"](["--model", str(model), "--rollouts", "2", "--explain-every", "3"])
+    assert {x.name for x in folder.glob("*.html")} == {f"step-{i}.html" for i in (0, 3, 6)}
+    # Two rollouts of 32, each seen twice in minibatches of 16.
+    assert len(rollouts) == 2 and len(rollouts[0]) == 32 and trainer.global_step == len(steps) == 8
+    assert steps[0][1] == 0 < steps[-1][1]
+    ratios = [float(metrics["ratio_max"]) for metrics, _ in steps]
+    # Each rollout is sampled from what the one before has made of the policy.
+    assert ratios[0] == pytest.approx(1.0, abs=1e-4) == ratios[4]
+    assert max(ratios[1:4]) > 1.001 < max(ratios[5:])
+    assert abs(float(steps[0][0]["kl"])) < 1e-6 < float(steps[-1][0]["kl"])
+
+
 RUNS = {
-    "train_additions": (train_additions, ()),
-    "train_gsm8k": (train_gsm8k, ("--max_prompt_length", "1000")),
-    "custom_reward": (custom_reward, ()),
-    "tool_use": (tool_use, ("--max_completion_length", "40")),
+    "train_additions": partial(trains, "train_additions"),
+    "train_gsm8k": partial(trains, "train_gsm8k", "--max_prompt_length", "1000"),
+    "custom_reward": partial(trains, "custom_reward"),
+    "tool_use": partial(trains, "tool_use", "--max_completion_length", "40"),
+    "minimal_grpo": learns,
+    "minimal_grpo, explained": explains,
+    **{f"distill, {signal}": partial(distils, signal) for signal in ("full", "top", "sampled")},
+    "trl_gsm8k": trains_by_trl,
+    **{recipe.stem: partial(trains_by_a_recipe, recipe) for recipe in RECIPES},
+    "lightning_grpo": trains_by_lightning,
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_runs(name, tiny_model, tmp_path):
-    example, options = RUNS[name]
-    where = ("--model", str(tiny_model), "--output", str(tmp_path / "run"))
-    folder = example.main([*where, *SMALL, *options])
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert (folder / "report.html").exists()
+def test_runs(name, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    RUNS[name](model=tiny_model, folder=tmp_path)
 
+
+def in_a_process(*command, **options):
+    """What an example prints that runs by itself."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300, **options
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.nightly
+def test_lightning_on_two_devices(tiny_model):
+    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    options = ["--model", tiny_model, "--rollouts", "1", "--devices", "2"]
+    said = in_a_process(
+        "examples/lightning_grpo.py", *options, cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert "MEMBER: 2/2" in said
+
+
+def test_a_copied_example_runs(tiny_model, tmp_path):
+    """Waiting threads sleep before torch is imported.
+
+    Else a demo beside one busy process takes twice as long as it has to.
+    """
+    shutil.copytree(ROOT / "examples", tmp_path / "mine")
+    options = ["--steps", "1", "--prompts_per_step", "2", "--num_generations", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("GOMP_SPINCOUNT", None)
+    script = tmp_path / "mine" / "train_additions.py"
+    in_a_process(script, "--model", tiny_model, *options, cwd=tmp_path, env=env)
+    assert (tmp_path / "runs" / "demo" / "report.html").exists()
+    code = "import os, demo_model; print(os.environ['GOMP_SPINCOUNT'])"
+    for own, count in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        assert in_a_process("-c", code, cwd=tmp_path / "mine", env=env | own).strip() == count
+
+
+# The policy that samples is the one that is trained
+
+
+class Sampled(Exception):
+    """Ends an example at its first sampling."""
+
+
+# A model's own options, as instruction-tuned models have them.
+OWN = {
+    "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "typical_p": 0.9,
+    "repetition_penalty": 1.1, "no_repeat_ngram_size": 2, "min_new_tokens": 2,
+    "suppress_tokens": [7],
+}  # fmt: skip
+ENDS = [*range(2, 257, 2)]  # of which a tokenizer knows none
+
+
+def with_generation_config(model, folder, **options):
+    """A copy of the model with these options of its own."""
+    shutil.copytree(model, folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **options}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ("minimal_grpo", "distill", "lightning_grpo"))
+def test_examples_sample_from_the_policy_that_they_train(name, tiny_model, tmp_path, monkeypatch):
+    """A temperature or a penalty would make the samples another policy's, at a ratio of 1."""
+    from transformers import GenerationMixin
+
+    if name == "lightning_grpo":
+        pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+
+    def sample(self, input_ids, logits_processor, **options):
+        raise Sampled([type(x).__name__ for x in logits_processor])
+
+    monkeypatch.setattr(GenerationMixin, "_sample", sample)
+    folder = with_generation_config(tiny_model, tmp_path / "own", **OWN)
+    with pytest.raises(Sampled) as sampled:
+        example(name)["main"](["--model", str(folder)])
+    assert sampled.value.args[0] == []  # nothing changes the logits
+
+
+def ends_of_minimal(run, folder, tokenizer):
+    """Yields tokens and masks, and checks that what follows an end is not judged."""
+    loss, seen, texts = run["fused_grpo_loss"], [], []
+
+    def spy(states, head, tokens, advantages, mask, **more):
+        seen.append((tokens, mask))
+        return loss(states, head, tokens, advantages, mask, **more)
+
+    def reward(text, total):
+        texts.append(text)
+        return float(len(text) % 2)
+
+    run["main"].__globals__.update(fused_grpo_loss=spy, reward=reward)
+    run["main"](["--model", str(folder), "--steps", "1"])
+    assert len(texts) == 32 and not any("<eos>" in text for text in texts)
+    return seen
+
+
+def ends_of_distill(run, folder, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return [run["completions_of"](model, tokenizer, [(1, 2)] * 16, sample=True)]
+
+
+def ends_of_lightning(run, folder, tokenizer):
+    data = run["Rollouts"](
+        run["GRPO"](str(folder)), tokenizer, [], lambda _, texts: list(map(float, map(len, texts))),
+        count=1,
+    )  # fmt: skip
+    batch = data.sample([{"prompt": "1 + 1 ="}] * 16)
+    return [(batch["ids"][:, 7:], batch["mask"][:, 7:])]
+
+
+@pytest.mark.parametrize("ends", (ends_of_minimal, ends_of_distill, ends_of_lightning))
+def test_a_completion_ends_at_every_end(ends, tiny_model, tmp_path):
+    name = {"ends_of_minimal": "minimal_grpo", "ends_of_distill": "distill"}
+    name = name.get(ends.__name__, "lightning_grpo")
+    if name == "lightning_grpo":
+        pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    folder = with_generation_config(tiny_model, tmp_path / "many_ends", eos_token_id=ENDS)
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    for tokens, mask in ends(example(name), folder, tokenizer):
+        ended = torch.isin(tokens, torch.tensor([0, *ENDS])).long()
+        after = ended.cumsum(1) - ended > 0
+        assert after.any() and torch.equal(mask != 0, ~after)
+
+
+# Options of `train_gsm8k`, and the model of the demo
 
 # (flags, the folder's name, options)
 BY_DATASET = (
@@ -61,35 +319,21 @@ BY_DATASET = (
 
 
 @pytest.mark.parametrize(("flags", "folder", "options"), BY_DATASET)
-def test_defaults_by_dataset(flags, folder, options):
-    config = train_gsm8k.config_of(["--model", "m", "--dataset", *flags])
+def test_defaults_by_dataset(flags, folder, options, capsys, tmp_path):
+    """A file of the printed options, given without more, is the same run."""
+    flags = ["--model", "m", "--dataset", *flags]
+    config = train_gsm8k.config_of(flags)
     assert config.folder.name == folder
     assert {key: getattr(config, key) for key in options} == options
-
-
-def test_a_reward_is_refused_before_a_model_is_loaded(capsys, tmp_path):
-    flags = ["--model", "not/there", "--output", str(tmp_path / "run")]
-    with pytest.raises(SystemExit) as ended:
-        train_gsm8k.main([*flags, "--rewards", "breif"])
-    assert ended.value.code == 2
-    assert "rewards: expected some of answer, format" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("dataset", "longest"), (("examples.word_problems:all_levels", 32), ("openai/gsm8k", 128))
-)
-@pytest.mark.parametrize("flag", ("--print_config", "--print-config"))
-def test_printed_options_are_those_of_the_dataset(flag, dataset, longest, capsys, tmp_path):
-    """A file of them, given without more, is the same run."""
-    flags = ["--model", "m", "--dataset", dataset]
+    flag = "--print-config" if folder == "word_problems" else "--print_config"
     with pytest.raises(SystemExit):
         train_gsm8k.config_of([flag, *flags])
     (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
-    config = train_gsm8k.config_of([str(tmp_path / "run.yaml")])
-    assert config == train_gsm8k.config_of(flags) and config.max_completion_length == longest
+    assert train_gsm8k.config_of([str(tmp_path / "run.yaml")]) == config
 
 
 def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
+    """The upper half of its layers is trained, or adapters of all."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = demo_model.cache_folder()
     make_model("llama").save_pretrained(folder)
@@ -131,111 +375,3 @@ def test_a_broken_conversion_leaves_nothing(monkeypatch, tmp_path, tiny_model):
     assert seen == [[], [unfinished]] and not (folder / "half").exists()
     assert folders() == [folder]
     AutoTokenizer.from_pretrained(folder)
-
-
-def test_with_trl(tiny_model, tmp_path):
-    pytest.importorskip("trl", reason="needs the extra 'peers'")
-    from examples import trl_gsm8k
-    from tests.helpers.trl_runs import on_a_cpu
-
-    logs = []
-    for stock in ((), ("--stock",)):
-        trainer = trl_gsm8k.main([*on_a_cpu(tiny_model, tmp_path), *stock])
-        logs.append(trainer.state.log_history[0])
-        assert logs[-1]["grad_norm"] > 1e-3
-        assert type(trainer).__name__ == ("GRPOTrainer" if stock else "FusedGRPOTrainer")
-    for name in ("loss", "grad_norm", "entropy", "rewards/format/mean"):
-        assert logs[0][name] == pytest.approx(logs[1][name], abs=1e-5), name
-
-
-@pytest.mark.parametrize(
-    "recipe", sorted((ROOT / "examples/configs/trl").glob("*.yaml")), ids=lambda path: path.stem
-)
-def test_a_first_step_of_a_recipe_of_trl(recipe, tiny_model, tmp_path):
-    """With a small model, and without vLLM; `tests/ranks` has the processes."""
-    pytest.importorskip("trl", reason="needs the extra 'peers'")
-    from examples import trl_gsm8k
-    from tests.helpers.trl_runs import on_a_cpu
-
-    header = recipe.read_text().split("output_dir:")[0]
-    launched = re.search(r"--config_file (\S+)", header)
-    assert launched is None or (ROOT / launched[1]).exists()
-    assert str(recipe.relative_to(ROOT)) in header and "# run:" in header
-    assert f"output_dir: runs/trl/{recipe.stem}\n" in recipe.read_text()
-    trainer = trl_gsm8k.main(["--config", str(recipe), *on_a_cpu(tiny_model, tmp_path)])
-    assert trainer.state.log_history[0]["grad_norm"] > 0
-    adapted = any("lora" in name for name, _ in trainer.model.named_parameters())
-    assert adapted == ("lora" in recipe.stem)
-
-
-def test_with_lightning(tiny_model, tmp_path, monkeypatch):
-    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
-    from examples import lightning_grpo
-
-    rollouts, steps = [], []
-
-    def noise(prompts, completions, **_):
-        rollouts.append(completions)
-        return [float(sum(map(ord, text)) % 7) for text in completions]
-
-    original = lightning_grpo.GRPO.training_step
-
-    def step(self, batch, index):
-        loss = original(self, batch, index)
-        off = [p for name, p in self.model.named_parameters() if "lora_B" in name]
-        steps.append((loss.item(), dict(self.trainer.callback_metrics), off[0].abs().sum().item()))
-        return loss
-
-    monkeypatch.setattr(lightning_grpo, "addition", noise)
-    monkeypatch.setattr(lightning_grpo.GRPO, "training_step", step)
-    monkeypatch.chdir(tmp_path)
-    options = ["--model", str(tiny_model), "--rollouts", "2", "--explain-every", "3"]
-    trainer = lightning_grpo.main(options)
-    assert {x.name for x in tmp_path.glob("*.html")} == {f"step-{i}.html" for i in (0, 3, 6)}
-    # Two rollouts of 32, each seen twice in minibatches of 16.
-    assert len(rollouts) == 2 and len(rollouts[0]) == 32 and trainer.global_step == len(steps) == 8
-    assert steps[0][2] == 0 < steps[-1][2]
-    ratios = [float(metrics["ratio_max"]) for _, metrics, _ in steps]
-    # Each rollout is sampled from what the one before has made of the policy.
-    assert ratios[0] == pytest.approx(1.0, abs=1e-4) == ratios[4]
-    assert max(ratios[1:4]) > 1.001 < max(ratios[5:])
-    assert abs(float(steps[0][1]["kl"])) < 1e-6 < float(steps[-1][1]["kl"])
-
-
-@pytest.mark.nightly
-def test_lightning_on_two_devices(tiny_model):
-    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
-    options = ["--model", str(tiny_model), "--rollouts", "1", "--devices", "2"]
-    done = subprocess.run(
-        [sys.executable, "examples/lightning_grpo.py", *options], cwd=ROOT, capture_output=True,
-        text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "MEMBER: 2/2" in done.stderr + done.stdout
-
-
-def test_the_one_of_lightning_ends_at_every_end(tiny_model, monkeypatch):
-    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
-    from examples import lightning_grpo
-
-    policy = lightning_grpo.GRPO(str(tiny_model))
-    ends = [*range(2, 257, 2)]  # the tokenizer knows another one
-    policy.model.generation_config.eos_token_id = ends
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model, padding_side="left")
-    data = lightning_grpo.Rollouts(
-        policy, tokenizer, [], lambda prompts, texts: [float(len(text)) for text in texts], count=1
-    )
-    torch.manual_seed(0)
-    batch = data.sample([{"prompt": "1 + 1 ="}] * 16)
-    mask = batch["mask"][:, 7:] != 0
-    ended = torch.isin(batch["ids"][:, 7:], torch.tensor([0, *ends])).long()
-    after = ended.cumsum(1) - ended > 0
-    assert after.any() and torch.equal(mask, ~after)
-
-
-def test_the_upper_half_of_the_demo_s_layers_is_trained():
-    model = make_model("llama")
-    demo_model.freeze_lower_half(model)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert "model.norm.weight" in trained and "model.layers.1.mlp.up_proj.weight" in trained
-    assert not any("layers.0" in name or "embed" in name for name in trained)

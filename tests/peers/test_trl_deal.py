@@ -1,150 +1,22 @@
-"""TRL's updates with completions left out, or moved: TRL's own weights and gradient norms."""
+"""TRL's updates with completions left out: states, what is logged, and groups of equal rewards.
 
-import random
+The updates themselves are in `test_trl.py`, beside TRL's.
+"""
+
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
-from peft import LoraConfig
 from trl import GRPOTrainer
 
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, deal, micro_batch, patch_trl
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, deal, patch_trl
 from grpo_kernels.integrations.trl.explain import ExplainCallback
-from grpo_kernels.loss.losses import Clip, Vespo
-from tests.helpers.tiny_models import make_tokenizer
-from tests.helpers.trl_runs import arguments_of, decided_model, noise, prompts, trained
+from tests.helpers.trl_runs import FOUR, assert_same_updates, rewards_of, run, steps_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "own_precision")
-LENGTH = 16
-FOUR = {"gradient_accumulation_steps": 4}
-
-
-def completions_of(prompt_ids):
-    """Completions of 1 to `LENGTH` tokens, by the prompt and its turn; a third of them end."""
-    turns, done = {}, []
-    for prompt in map(str, prompt_ids):
-        turn = turns[prompt] = turns.get(prompt, -1) + 1
-        draw = random.Random(f"{prompt} {turn}")
-        ids = [draw.randrange(33, 90) for _ in range(draw.randrange(1, LENGTH + 1))]
-        done.append([*ids[:-1], 0] if turn % 3 else ids)
-    return done
-
-
-def rewards_of(share, equal=1.0):
-    """Equal rewards for `share` of the prompts; of others' two are the mean of the group."""
-
-    def reward(prompts, **_):
-        turns, rewards = {}, []
-        for prompt in prompts:
-            turn = turns[prompt] = turns.get(prompt, -1) + 1
-            same = random.Random(f"of {prompt}").random() < share
-            rewards.append(equal if same else (0.0, 1.0, 2.0, 1.0)[turn % 4])
-        return rewards
-
-    return reward
-
-
-def run(trainer_class, folder, share=0.5, **options):
-    return trained(trainer_class, folder, **{
-        "completions": completions_of, "rewards": rewards_of(share), "num_generations": 4,
-        "per_device_train_batch_size": 6 if options.get("gradient_accumulation_steps") == 4 else 4,
-        "max_completion_length": LENGTH, **options,
-    })  # fmt: skip
-
-
-def steps_of(log, name):
-    return [row[name] for row in log if "loss" in row and name in row]
-
-
-def assert_same_updates(actual, expected, tolerance=1e-6):
-    """Compares losses and gradient norms of the steps, what TRL logs of tokens, and weights."""
-    for name in ("grad_norm", "loss", "num_tokens", "completions/mean_length", "reward"):
-        values, theirs = (steps_of(log, name) for _, log, _ in (actual, expected))
-        assert values == pytest.approx(theirs, rel=20 * tolerance, abs=tolerance), name
-    assert max(steps_of(expected[1], "grad_norm")) > 0.01
-    for name, weight in expected[2].items():
-        torch.testing.assert_close(actual[2][name], weight, msg=name, rtol=0, atol=tolerance)
-
-
-def weights_of_vllm(batch):
-    weights = (batch["completion_ids"] % 7 + 1) / 5
-    return {"importance_sampling_ratio": weights.masked_fill(batch["completion_mask"] == 0, 1.0)}
-
-
-def with_holes(batch):
-    """A mask with tokens in the middle that are not trained, nor attended to."""
-    return {"completion_mask": batch["completion_mask"] * (batch["completion_ids"] % 4 > 0)}
-
-
-def a_tool_s_words(batch):
-    """Masks out a tool's tokens, and gives the other tokens an advantage each."""
-    ids, rows = batch["completion_ids"], batch["advantages"][:, None]
-    return {"tool_mask": (ids % 5 != 0).long(), "advantages": rows * (ids % 3 + 1)}
-
-
-LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "sapo", "luspo", "vespo")
-# Options of both trainers.
-CASES = {
-    **{name: {"loss_type": name, **FOUR} for name in LOSSES},
-    "cispo, twice": {"loss_type": "cispo", "epsilon_high": 1.5, "num_iterations": 2, **FOUR},
-    "every completion counts": {"share": 0.0, **FOUR},
-    "nothing to learn in most steps": {"share": 0.6, "loss_type": "grpo", "max_steps": 6},
-    "several updates of a batch, twice": {
-        "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2,
-        "max_steps": 6,
-    },
-    "a step of two batches": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
-    "steps that begin within a batch": {
-        "gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 5,
-    },
-    "a step that ends with the epoch": {"max_steps": 8, **FOUR},
-    "sequence": {
-        "loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, **FOUR
-    },
-    "off_policy": {"off_policy_mask_threshold": 1e-3, "num_iterations": 2, **FOUR},
-    "sampler's correction": {"scored": weights_of_vllm, "loss_type": "grpo", **FOUR},
-    "vespo with a sampler's correction": {"scored": weights_of_vllm, "loss_type": "vespo", **FOUR},
-    "tool": {"scored": a_tool_s_words, **FOUR},
-    "a mask with holes": {"scored": with_holes, **FOUR},
-    "completions of a token": {
-        "completions": lambda prompts: [[40 + i] for i, _ in enumerate(prompts)],
-        "loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, **FOUR,
-    },
-    "scale_rewards": {"scale_rewards": "batch", **FOUR},
-    "truncated, padded to 8": {"mask_truncated_completions": True, "pad_to_multiple_of": 8, **FOUR},
-    "checkpointed": {"gradient_checkpointing": True, **FOUR},
-    "learned positions": {"family": "gpt2", "disable_dropout": True, **FOUR},
-    "bf16": {"bf16": True, **FOUR},
-    "groups of two in evaluation": {
-        "evaluate": True, "per_device_eval_batch_size": 4, "num_generations_eval": 2, **FOUR
-    },
-    "lora": {"peft_config": LoraConfig(r=4, task_type="CAUSAL_LM"), "learning_rate": 0.5, **FOUR},
-    "evaluation": {"evaluate": True, "per_device_eval_batch_size": 4, **FOUR},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_same_updates_without_what_has_no_gradient(case, tmp_path):
-    options, calls, theirs = CASES[case], [], []
-    expected = run(GRPOTrainer, tmp_path / "theirs", calls=theirs, **options)
-    actual = run(FusedGRPOTrainer, tmp_path / "mine", calls=calls, skip_untrained=True, **options)
-    assert_same_updates(actual, expected, 2e-3 if case == "bf16" else 1e-6)
-    rows, all_rows = (sum(shape[0] for shape in x) for x in (calls, theirs))
-    cells, all_cells = (sum(shape[0] * shape[1] for shape in x) for x in (calls, theirs))
-    if options.get("num_iterations", 1) == 1 and "steps_per_generation" not in options:
-        # Otherwise old log-probs, of all completions, are computed while the model trains.
-        share = options.get("share", 0.5)
-        assert rows < (1 - share) * all_rows and cells < 0.8 * (1 - share) * all_cells
-    assert rows <= all_rows and cells < all_cells
-    if case == "every completion counts":  # the longest come first in each optimizer step
-        size = len(calls) // 3  # calls of each of the three steps
-        steps = [[shape[1] for shape in calls[i * size : (i + 1) * size]] for i in range(3)]
-        assert all(widths == sorted(widths, reverse=True) for widths in steps), steps
-        assert all(widths[0] > widths[-1] for widths in steps)
-    pad_to = options.get("pad_to_multiple_of", 1)
-    assert not any(shape[1] % pad_to for shape in calls if shape[0] > 1)
+SKIP = {"skip_untrained": True}
 
 
 def test_steps_without_anything_to_learn(tmp_path):
@@ -154,7 +26,7 @@ def test_steps_without_anything_to_learn(tmp_path):
         "share": 0.6, "gradient_accumulation_steps": 1, "loss_type": "grpo",
     }  # fmt: skip
     expected = run(FusedGRPOTrainer, tmp_path / "all", **options)
-    actual = run(FusedGRPOTrainer, tmp_path / "skipped", skip_untrained=True, **options)
+    actual = run(FusedGRPOTrainer, tmp_path / "skipped", **SKIP, **options)
     norms = steps_of(expected[1], "grad_norm")
     assert 0 in norms and max(norms) > 0.01
     assert_same_updates(actual, expected, tolerance=1e-5)
@@ -166,32 +38,8 @@ def test_kept_sets_are_dealt_with_their_completions(tmp_path):
     for loss_type in ("dapo", "vespo"):
         more = {**options, "loss_type": loss_type}
         expected = run(FusedGRPOTrainer, tmp_path / f"{loss_type}-all", **more)
-        actual = run(FusedGRPOTrainer, tmp_path / loss_type, skip_untrained=True, **more)
+        actual = run(FusedGRPOTrainer, tmp_path / loss_type, **SKIP, **more)
         assert_same_updates(actual, expected)
-
-
-SORTED = {
-    "a KL": {"beta": 0.1, "loss_type": "grpo"},
-    "dapo, a KL, truncated": {"beta": 0.1, "mask_truncated_completions": True},
-    "sequence": {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"},
-}
-
-
-@pytest.mark.parametrize("case", SORTED)
-def test_completions_sorted_by_length(case, tmp_path):
-    options, calls, theirs = {**FOUR, "num_iterations": 2, **SORTED[case]}, [], []
-    expected = run(GRPOTrainer, tmp_path / "theirs", calls=theirs, **options)
-    actual = run(FusedGRPOTrainer, tmp_path / "mine", calls=calls, sort_by_length=True, **options)
-    assert_same_updates(actual, expected)
-    cells, all_cells = (sum(shape[0] * shape[1] for shape in x) for x in (calls, theirs))
-    assert cells < all_cells and len(calls) <= len(theirs)
-
-
-def test_an_exact_kl_of_completions_sorted_by_length(tmp_path):
-    options = {"exact_kl": True, "beta": 1.0, "num_iterations": 2, **FOUR}
-    expected = run(FusedGRPOTrainer, tmp_path / "theirs", **options)
-    actual = run(FusedGRPOTrainer, tmp_path / "mine", sort_by_length=True, **options)
-    assert_same_updates(actual, expected)
 
 
 class Own(GRPOTrainer):
@@ -203,61 +51,20 @@ class Own(GRPOTrainer):
         return 2 * super()._compute_loss(model, inputs)
 
 
-def test_losses_of_one_s_own(tmp_path):
-    """Losses, and a subclass under the patch, say what they need."""
-    for loss in (Clip(), Clip(aggregation="bnpo"), Vespo()):
-        name = f"{type(loss).__name__} {loss.aggregation}"
-        expected = run(FusedGRPOTrainer, tmp_path / name, loss=loss, **FOUR)
-        actual = run(
-            FusedGRPOTrainer, tmp_path / f"{name} skipped", loss=loss, skip_untrained=True, **FOUR
-        )
-        assert_same_updates(actual, expected)
+def test_a_loss_of_a_subclass_under_the_patch(tmp_path):
     expected = run(Own, tmp_path / "own", **FOUR)
     with patch_trl(skip_untrained=True):
         assert_same_updates(run(Own, tmp_path / "patched", **FOUR), expected)
 
 
-@pytest.mark.parametrize("loss_type", ("grpo", "bnpo"))
-def test_a_wrong_denominator_is_seen(loss_type, tmp_path, monkeypatch):
-    """Gradient norms differ: on policy the value of a loss hardly depends on log-probs."""
-    own = deal.Dealer.deal
-
-    def damaged(self, trainer, batches):
-        dealt = own(self, trainer, batches)
-        for batch in dealt:
-            batch[deal._COMPUTED].share = 1.0
-        return dealt
-
-    options = {"loss_type": loss_type, **FOUR}
-    expected = run(GRPOTrainer, tmp_path / "theirs", **options)
-    monkeypatch.setattr(deal.Dealer, "deal", damaged)
-    monkeypatch.setattr(micro_batch, "check_is_due", lambda state: False)
-    actual = run(FusedGRPOTrainer, tmp_path, skip_untrained=True, **options)
-    with pytest.raises(AssertionError, match="grad_norm"):
-        assert_same_updates(actual, expected)
-
-
-def test_what_trl_logs(tmp_path):
-    """The table of docs/integrations.md."""
+def test_clip_ratios_are_those_of_computed_tokens(tmp_path):
+    """A clipped token has an advantage."""
     options = {"loss_type": "grpo", "epsilon": 0.01, "num_iterations": 2, **FOUR}
-    (_, theirs, _), (_, log, _) = (
-        run(kind, tmp_path / kind.__name__, **more, **options)
-        for kind, more in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"skip_untrained": True}))
-    )
-    assert [row.keys() for row in log] == [row.keys() for row in theirs]
-    loss_names = ("entropy", "clip_ratio")
-    for row, expected in zip(log, theirs, strict=True):
-        for name, value in expected.items():
-            if name.startswith(loss_names):
-                # Of tokens with a gradient alone; a clipped one has an advantage.
-                assert 0 <= row[name] < 10
-            elif not any(word in name for word in ("runtime", "per_second", "time", "flos")):
-                assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-    clipped, expected = (
-        [row["clip_ratio/region_mean"] for row in x if "loss" in row] for x in (log, theirs)
-    )
+    _, theirs, _ = run(GRPOTrainer, tmp_path / "theirs", **options)
+    _, log, _ = run(FusedGRPOTrainer, tmp_path / "mine", **SKIP, **options)
+    ratios, expected = (steps_of(x, "clip_ratio/region_mean") for x in (log, theirs))
     assert max(expected) > 0
-    assert all(x >= y for x, y in zip(clipped, expected, strict=True))
+    assert all(1 >= x >= y for x, y in zip(ratios, expected, strict=True))
 
 
 def test_entropy_is_that_of_computed_tokens(tmp_path):
@@ -272,7 +79,7 @@ def test_entropy_is_that_of_computed_tokens(tmp_path):
             seen.append((out[1] * mask[:, -T:]).sum() / mask[:, -T:].sum())
             return out
 
-    _, log, _ = run(Seen, tmp_path, skip_untrained=True, **FOUR)
+    _, log, _ = run(Seen, tmp_path, **SKIP, **FOUR)
     entropies = torch.stack(seen).view(-1, 4)
     assert entropies.isnan().any(1).all() and not entropies.isnan().all(1).any()
     assert steps_of(log, "entropy") == pytest.approx(entropies.nanmean(1).tolist(), rel=1e-5)
@@ -286,7 +93,7 @@ def test_a_run_that_is_resumed(tmp_path):
     }  # fmt: skip
     runs = []
     for name, kind, ours in (
-        ("theirs", GRPOTrainer, {}), ("mine", FusedGRPOTrainer, {"skip_untrained": True})
+        ("theirs", GRPOTrainer, {}), ("mine", FusedGRPOTrainer, SKIP)
     ):  # fmt: skip
         run(kind, tmp_path / name, max_steps=2, **options, **ours)
         checkpoint = str(tmp_path / name / "checkpoint-2")
@@ -304,56 +111,6 @@ def test_explanations_are_of_the_computed_completions(tmp_path):
         folder = tmp_path / loss_type
         run(Explained, folder, skip_untrained=True, loss_type=loss_type, num_iterations=2, **FOUR)
         assert len([*folder.rglob("*.html")]) == 3
-
-
-# (options, what is wrong)
-REFUSED = {
-    "beta": ({"beta": 0.1}, r"beta > 0.*set beta=0\.0, or pass sort_by_length=True"),
-    "entropy bonus": ({"entropy_coef": 0.1}, "an entropy bonus.*set entropy_coef"),
-    "quantile": ({"top_entropy_quantile": 0.2}, "set top_entropy_quantile=1.0"),
-    "experts": ({"family": "qwen3_moe"}, "set router_aux_loss_coef=0.0"),
-    "images": ({"scored": lambda batch: {"num_images": [1] * 4}}, "num_images, .*pass a tokenizer"),
-    "a function": ({"loss": lambda t: -t.advantages * t.logps}, "declare token_local or needs"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case, tmp_path):
-    options, message = REFUSED[case]
-    with pytest.raises(ValueError, match=f"skip_untrained=True does not work with .*{message}"):
-        run(FusedGRPOTrainer, tmp_path, skip_untrained=True, **options)
-
-
-def test_more_that_is_refused(tmp_path):
-    def advantages_or_not(tokens):
-        return tokens.logps.square()
-
-    advantages_or_not.token_local = True
-    with pytest.raises(ValueError, match="declare gradient_needs_advantage"):
-        run(FusedGRPOTrainer, tmp_path, skip_untrained=True, loss=advantages_or_not)
-    with pytest.raises(ValueError, match="sort_by_length=True does not work with bnpo"):
-        run(FusedGRPOTrainer, tmp_path, sort_by_length=True, loss_type="bnpo")
-    with pytest.raises(TypeError, match="skip_untrained: expected a bool"):
-        patch_trl(skip_untrained="sorted")
-
-
-class Undeclared(FusedGRPOTrainer):
-    def _compute_loss(self, model, inputs):
-        return super()._compute_loss(model, inputs)
-
-
-class Around(FusedGRPOTrainer):
-    def compute_loss(self, model, inputs, **kwargs):
-        return super().compute_loss(model, inputs, **kwargs) + 1.0
-
-
-class Behind(GRPOTrainer):
-    def _compute_loss(self, model, inputs):
-        return super()._compute_loss(model, inputs) * 2
-
-
-class InFront(FusedGRPOTrainer, Behind):
-    pass
 
 
 class Rebuilt(FusedGRPOTrainer):
@@ -387,26 +144,6 @@ def test_trainers_that_are_refused(name, tmp_path):
     trainer_class, message = TRAINERS[name]
     with pytest.raises(ValueError, match=f"skip_untrained=True does not work with {message}"):
         run(trainer_class, tmp_path, skip_untrained=True, num_iterations=2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    ((FusedGRPOTrainer, ""), (Undeclared, "Undeclared"), (Around, "Around"), (InFront, "Behind")),
-)
-def test_classes_with_a_loss_of_their_own(kind, name, tmp_path):
-    """The classes of other tests here all have one, and declare what it needs."""
-
-    def construct():
-        kind(
-            decided_model("qwen2"), noise, arguments_of(tmp_path), prompts(),
-            processing_class=make_tokenizer(), skip_untrained=True,
-        )  # fmt: skip
-
-    if not name:
-        construct()
-        return
-    with pytest.raises(ValueError, match=f"{name}, whose loss may .* = True on {name} if it"):
-        construct()
 
 
 # Groups of equal rewards

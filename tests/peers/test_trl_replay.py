@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from trl.generation import vllm_generation
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
-from grpo_kernels.integrations.trl.replay import _check_source, _mask_supports
+from grpo_kernels.integrations.trl.replay import _mask_supports
 from tests.helpers.masked_trainer import MaskedGRPOTrainer, warpers_of
 from tests.helpers.model_families import LORAS
 from tests.helpers.trl_runs import TWICE, assert_same_run, trained
@@ -25,13 +25,7 @@ FOUR = {"steps_per_generation": 4, **TWICE}
 LORA = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["body"])
 
 
-def compare(tmp_path, **options):
-    theirs = trained(MaskedGRPOTrainer, tmp_path / "theirs", **options)
-    actual = trained(FusedGRPOTrainer, tmp_path / "mine", replay_support=True, **options)
-    assert_same_run(actual, theirs)
-    return actual
-
-
+VLLM = {"use_vllm": True, "vllm_mode": "colocate", "top_k": 12, "temperature": 0.7}
 CASES = {
     "on_policy": TOP_P,
     "top_k": {"top_k": 12, "temperature": 0.7, **FOUR},
@@ -46,23 +40,8 @@ CASES = {
     "evaluation, cut": TOP_P | {"evaluate": True, "mask_truncated_completions": True, **FOUR},
     # The reference is the model with its adapters off.
     "lora": TOP_P | {"peft_config": LORA, "beta": 0.1, **TWICE},
+    "masks of vLLM": VLLM | TOP_P | {"min_p": 0.05, "learning_rate": 0.01, **FOUR},
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_same_run(case, tmp_path):
-    _, log, _ = compare(tmp_path, **CASES[case])
-    assert any("eval_loss" in row for row in log) == ("evaluate" in CASES[case])
-
-
-def test_patched(tmp_path):
-    options = TOP_P | FOUR
-    expected = trained(FusedGRPOTrainer, tmp_path / "a", replay_support=True, **options)
-    dense = trained(FusedGRPOTrainer, tmp_path / "b", **options)
-    assert dense[0][0] == pytest.approx(expected[0][0], abs=1e-5)  # both on-policy
-    assert dense[1][0]["entropy"] > expected[1][0]["entropy"] + 0.01
-    with patch_trl(replay_support=True):
-        assert_same_run(trained(GRPOTrainer, tmp_path / "c", **options), expected)
 
 
 class FakeLLM:
@@ -124,11 +103,24 @@ def vllm(monkeypatch):
     return installed
 
 
-VLLM = {"use_vllm": True, "vllm_mode": "colocate", "top_k": 12, "temperature": 0.7}
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_run(case, request, tmp_path):
+    if "use_vllm" in CASES[case]:
+        request.getfixturevalue("vllm")
+    theirs = trained(MaskedGRPOTrainer, tmp_path / "theirs", **CASES[case])
+    actual = trained(FusedGRPOTrainer, tmp_path / "mine", replay_support=True, **CASES[case])
+    assert_same_run(actual, theirs)
+    assert any("eval_loss" in row for row in actual[1]) == ("evaluate" in CASES[case])
 
 
-def test_the_same_run_with_masks_of_vllm(vllm, tmp_path):
-    compare(tmp_path, **VLLM | TOP_P | {"min_p": 0.05, "learning_rate": 0.01, **FOUR})
+def test_patched(tmp_path):
+    options = TOP_P | FOUR
+    expected = trained(FusedGRPOTrainer, tmp_path / "a", replay_support=True, **options)
+    dense = trained(FusedGRPOTrainer, tmp_path / "b", **options)
+    assert dense[0][0] == pytest.approx(expected[0][0], abs=1e-5)  # both on-policy
+    assert dense[1][0]["entropy"] > expected[1][0]["entropy"] + 0.01
+    with patch_trl(replay_support=True):
+        assert_same_run(trained(GRPOTrainer, tmp_path / "c", **options), expected)
 
 
 def test_outputs_of_a_group_of_ranks():
@@ -140,54 +132,18 @@ def test_outputs_of_a_group_of_ranks():
     (first, second) = _mask_supports(outputs, [[4, 5], [6]], rank=1)
     assert first[0].tolist() == [3, 4, 5] and first[1].tolist() == [0, 2, 3]
     assert second[0].tolist() == [6] and second[1].tolist() == [0, 1]
-    with pytest.raises(ValueError, match="sampling_mask: expected 3 kept sets"):
-        _mask_supports(outputs, [[4, 5, 6], [6]], rank=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    (
-        ("vllm_mode", "server"),
-        ("rollout_func", print),
-        ("tools", [print]),
-        ("environment_factories", {None: print}),
-    ),
-)
-def test_supports_that_nobody_reports(name, value):
-    trainer = SimpleNamespace(
-        use_vllm=name == "vllm_mode", vllm_mode="colocate", tools=[], rollout_func=None,
-        environment_factories=None, use_transformers_continuous_batching=False,
-    )  # fmt: skip
-    setattr(trainer, name, value)
-    name = name.replace("factories", "factory")
-    with pytest.raises(ValueError, match=f"{name}=.* does not work with replay_support=True"):
-        _check_source(trainer)
-
-
-def by_generate(**options):
-    return {**TOP_P, "generation_kwargs": options}
 
 
 # (version of vLLM, options, the error)
 REFUSED = (
-    ("0.27.2", VLLM, r"vllm 0\.27\.2 does not work .*: install vllm 0\.28"),
-    ("0.28.0", VLLM | {"top_k": 0, **TOP_P}, "top_k=0 does not work .* vLLM.*: pass top_k > 0"),
-    ("", {}, "replay_support=True has no effect without truncation: set top_p < 1"),
-    ("", {"use_transformers_continuous_batching": True, **TOP_P},
-     "use_transformers_continuous_batching=True does not work with replay_support=True"),
-    ("0.28.0", VLLM | {"repetition_penalty": 1.1}, "repetition_penalty=1.1 does not .*=1.0"),
-    ("", {"repetition_penalty": 1.1, **TOP_P}, "repetition_penalty=1.1 does not .*: leave"),
-    ("", by_generate(typical_p=0.9), "typical_p=0.9 does not .*: leave typical_p out"),
-    ("", by_generate(remove_invalid_values=True), "remove_invalid_values=True does not .*: leave"),
-    ("", by_generate(num_beams=2), "generation by beam_sample does not .*num_beams=1"),
-    ("", by_generate(temperature=0.5),
-     "temperature=0.5 in generation_kwargs differs from GRPOConfig's, 1.0"),
+    ("0.27.2", {}, r"vllm 0\.27\.2 does not work .*: install vllm 0\.28"),
+    ("0.28.0", {"top_k": 0, **TOP_P}, "top_k=0 does not work .* vLLM.*: pass top_k > 0"),
+    ("0.28.0", {"repetition_penalty": 1.1}, "repetition_penalty=1.1 does not .*=1.0"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("version", "options", "message"), REFUSED)
-def test_what_is_refused(version, options, message, request, tmp_path):
-    if version:
-        request.getfixturevalue("vllm").__version__ = version
+def test_an_engine_that_is_refused(version, options, message, vllm, tmp_path):
+    vllm.__version__ = version
     with pytest.raises(ValueError, match=message):
-        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **options)
+        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **VLLM | options)

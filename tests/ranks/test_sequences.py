@@ -163,13 +163,6 @@ REFUSED = {
                    "got [2, 3] of torch.float32, [6] of torch.float32"),
     "dtypes": (lambda x, r: (x.bool() if r else x, dist.group.WORLD),
                "got [2, 3] of torch.float32, [2, 3] of torch.bool"),
-    "no group": (lambda x, r: (x, "ranks"), "group: expected a torch.distributed process group "
-                 "that this rank is in; got 'ran"),
-    "no tensor": (lambda x, r: ([1.0], dist.group.WORLD), "x: expected a tensor; got list"),
-    "complex": (lambda x, r: (x.to(torch.complex64), dist.group.WORLD),
-                "x: expected real numbers or bools; got torch.complex64"),
-    "three": (lambda x, r: (x[None], dist.group.WORLD),
-              "x: expected shape [B, T] or [N]; got [1, 2, 3]"),
 }  # fmt: skip
 
 
