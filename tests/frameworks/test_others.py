@@ -1,4 +1,4 @@
-"""This library in frameworks whose releases may break it: theirs and ours agree, at their heads.
+"""Frameworks whose releases may break this library: theirs and ours agree, at their heads.
 
 Each test needs its own framework, which `make test-with FRAMEWORK=` installs: axolotl, ms-swift,
 kernels, others. Of the last, files are run; imports that no CPU has are stand-ins without contents.

@@ -174,7 +174,7 @@ def test_runs(name, tiny_model, tmp_path, monkeypatch):
 
 
 def in_a_process(*command, **options):
-    """What an example prints that runs by itself."""
+    """Output of examples that run by themselves."""
     done = subprocess.run(
         [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300, **options
     )

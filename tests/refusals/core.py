@@ -306,6 +306,8 @@ OF_OTHER_CALLS = [
     *table(grpo_kernels.group_advantages,
         ("rewards: expected shape [B] or [B, R]; got", FOUR | {"rewards": torch.zeros(2, 2, 2)}),
         ("groups: expected a divisor of the number of rewards, 4; got 3", FOUR | {"groups": 3}),
+        ("rewards: expected finite numbers, or NaN ...; got infinite ones: clamp them",
+         FOUR | {"rewards": torch.tensor([1.0, INF, 0.0, 1.0])}),
         ("groups: expected shape [4]; got [6]", FOUR | {"groups": torch.zeros(6).long()}),
         ("scale: expected one of group, batch, none; got 'mean'", FOUR | {"scale": "mean"}),
         ("aggregation: expected one of ", FOUR | {"aggregation": "mean"}),
@@ -415,7 +417,7 @@ def other_tensors() -> list[Row]:
             Row(function, f"{name}: expected ...; got ...SimpleNamespace", good | {k: x})
             for name, (k, x) in changes.items()
         ]
-        for name in good.keys() & {"logps", "ref_logps", "teacher_logps"}:
+        for name in [x for x in good if x.endswith("logps")]:
             error = f"{name}: expected dtype float32, ...; got complex64"
             wrong = good | {name: good[name] + 0j}
             rows.append(Row(function, error, wrong))

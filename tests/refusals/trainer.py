@@ -409,14 +409,14 @@ def padded(pad_token: str | None) -> None:
 
 def sampled(*completions: Any) -> None:
     """Has a trainer's rollout return these."""
-    made = trainer(rollout=lambda _: lambda *_: [*completions])
-    made.sampler(SUMS[:1], 2, 1.0)
+    trainer(rollout=lambda _: lambda *_: [*completions]).sampler(SUMS[:1], 2, 1.0)
 
 
 def corrected() -> None:
     """Has a rollout return no log-probs in a step that corrects by them."""
     options = {"is_correction": "token_truncate", "rollout": lambda _: trainer_runs.FakeRollout()}
-    trainer_runs.first_samples(trainer(**options))
+    made = trainer(**options)
+    made.judged(SUMS[:1], made.sampler(SUMS[:1], 2, 1.0))
 
 
 def goes_on() -> None:
