@@ -416,7 +416,8 @@ def corrected() -> None:
     """Has a rollout return no log-probs in a step that corrects by them."""
     options = {"is_correction": "token_truncate", "rollout": lambda _: trainer_runs.FakeRollout()}
     made = trainer(**options)
-    made.judged(SUMS[:1], made.sampler(SUMS[:1], 2, 1.0))
+    made.run.step = 1
+    made.judged(SUMS[:1], made.sampler(SUMS[:1], made.config.num_generations, 1.0))
 
 
 def goes_on() -> None:
