@@ -286,19 +286,18 @@ def divergence_call(function, args, batch, options, *, base, **_):
         out = function("fused_distillation_loss")(
             *args, other, mask, execution=options["execution"], **how
         )
-        metrics = dict(out.metrics)
-        agreement = metrics.pop("agreement")
-        assert 0 <= agreement <= 1
-        return Result(out.loss, metrics, out.divergence)
+        return Result(out.loss, dict(out.metrics), out.divergence)
     rounded_to = {"rounded_to": options.get("rounded_to")}
     divergences = exact.divergence(*args, other, mask, **how, **rounded_to)
     entropies = [
         exact.linear_logprobs(*model, batch.targets, mask, **rounding).entropy.sum() / count
         for model, rounding in ((args, rounded_to), (other, {}))
     ]
-    names = ("tokens", "divergence", "divergence_max", "entropy", "ref_entropy")
+    tops = [exact.linear_logits(*model).argmax(-1) for model in (args, other)]
+    agreement = ((tops[0] == tops[1]) & mask).sum() / count
+    names = ("tokens", "divergence", "divergence_max", "entropy", "ref_entropy", "agreement")
     loss = divergences.sum() / count
-    values = (count, loss, divergences.max(), *entropies)
+    values = (count, loss, divergences.max(), *entropies, agreement)
     return Result(loss, dict(zip(names, values, strict=True)), divergences)
 
 
