@@ -101,21 +101,6 @@ def test_a_rollout_may_ask_for_the_problems(make):
 # The example
 
 
-@pytest.mark.parametrize(
-    ("text", "put_in"),
-    (
-        ("<calc>12*7</calc>", "\n<result>84</result>\n"),
-        ("so <calc> 12 * 7 </calc>", "\n<result>84</result>\n"),
-        ("<calc>12*7</calc> and", ""),
-        ("<calc>12+7</calc>", ""),
-        ("<calc>12*7", ""),
-        ("", ""),
-    ),
-)
-def test_calls_are_answered(text, put_in):
-    assert tool_use.answer_to(text) == put_in
-
-
 class Scripted:
     """Says the next of its texts for each prompt, up to the room that there is."""
 

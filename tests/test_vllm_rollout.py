@@ -179,17 +179,6 @@ def test_another_engine_is_refused(about, options, message, make, engine):
         assert make(replay_support=False, **options).sampler_dtype is None
 
 
-@pytest.mark.parametrize(
-    ("version", "warned"), (("0.28.0", False), ("0.32.1", False), ("0.27.4", True), ("1.0.0", True))
-)
-def test_an_untried_version_is_told(version, warned, make, engine, capsys):
-    engine.about = {"vllm": version}
-    make()
-    told = capsys.readouterr().out
-    assert f"Completions by vLLM {version} in this process, float32" in told
-    assert (f"vLLM {version} is not tested" in told) is warned
-
-
 WITHOUT_SETS = r"(?s)replay_support wants the sets .*--no_replay_support"
 
 

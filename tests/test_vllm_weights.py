@@ -106,28 +106,6 @@ def test_experts_are_copied_a_layer_at_a_time(monkeypatch):
     assert calls[count:] == [{"model.layers.1.mlp"}]
 
 
-def test_adapters_beside_fused_experts(tmp_path):
-    model = adapted(family_model("qwen3_moe"), target_modules=["q_proj", "o_proj"])
-    weights = sent(model)
-    expected = checkpoint_of(model.merge_and_unload(), tmp_path)
-    assert weights.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
-
-
-def test_layers_that_a_checkpoint_joins_are_turned_together(monkeypatch):
-    def joined(base, tensors):
-        norms = [x for name, x in sorted(tensors.items()) if "input_layernorm" in name]
-        rest = {name: x for name, x in tensors.items() if "input_layernorm" not in name}
-        return rest | ({"norms": torch.cat(norms)} if norms else {})
-
-    monkeypatch.setattr(extension, "checkpoint_weights", joined)
-    model = make_model("llama")
-    with torch.no_grad():
-        model.model.layers[1].input_layernorm.weight.fill_(3.0)
-    assert sent(model)["norms"].tolist() == [1.0] * 32 + [3.0] * 32
-
-
 @pytest.mark.parametrize(
     "options",
     (
@@ -153,21 +131,6 @@ def test_adapters_are_merged_as_peft_merges_them(options):
         torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
         moved = not torch.equal(weights[name], base[name])
         assert moved is any(target in name for target in targets), name
-
-
-def test_active_adapters_are_added_up():
-    model = adapted(make_model("llama"))
-    second = LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=7, target_modules=["q_proj"])
-    model.add_adapter("second", second)
-    shake(model, seed=1, name=".second")
-    name, seen = "model.layers.0.self_attn.q_proj.weight", []
-    for active in ("default", "second", ["default", "second"]):
-        model.base_model.set_adapter(active)
-        seen.append(sent(model)[name].clone())
-    expected = model.merge_and_unload(adapter_names=["default", "second"])
-    expected = dict(expected.named_parameters())[name]
-    torch.testing.assert_close(seen[2], expected, rtol=1e-6, atol=1e-6)
-    assert not torch.equal(seen[2], seen[0]) and not torch.equal(seen[2], seen[1])
 
 
 TIED = {

@@ -55,26 +55,10 @@ class CopyRollout:
         return logits.log_softmax(-1)[range(len(ids)), ids].tolist()
 
 
-class Wrapper:
-    """A rollout around another one, whose attributes seem to be its own."""
-
-    def __init__(self, rollout):
-        self.rollout = rollout
-
-    def __getattr__(self, name):
-        return getattr(self.rollout, name)
-
-    def __call__(self, *args):
-        return self.rollout(*args)
-
-
-def with_copy(config, wrapped=False, **options):
+def with_copy(config, **options):
     """A trainer and its rollout."""
     trainer = trainer_of(config, rollout=CopyRollout, **options)
-    rollout = trainer.sampler.rollout
-    if wrapped:
-        trainer.rollout = Wrapper(rollout)
-    return trainer, rollout
+    return trainer, trainer.sampler.rollout
 
 
 def test_weights_are_sent_once_before_the_next_completions(tiny_model, tmp_path):
@@ -82,7 +66,7 @@ def test_weights_are_sent_once_before_the_next_completions(tiny_model, tmp_path)
         tiny_model, tmp_path, eval_size=4, eval_every=2, steps=3, minibatches=2,
         epochs_per_rollout=2,
     )  # fmt: skip
-    trainer, rollout = with_copy(config, wrapped=True)
+    trainer, rollout = with_copy(config)
     rows = rows_of(trainer.train())
     assert rollout.events == [
         "sync", "answer", "sample",
@@ -129,7 +113,7 @@ def test_steps_without_a_gradient_have_the_gap_too(skip, tiny_model, tmp_path):
 
 def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, steps=4)
-    trainer, rollout = with_copy(config, wrapped=True)
+    trainer, rollout = with_copy(config)
     kept = []
 
     def after(row, samples):
@@ -143,11 +127,6 @@ def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
     with pytest.raises(AssertionError):
         assert_same_weights(kept[0], kept[1])
     assert latest(config.folder).name == "step-000002.pt"
-    # A sampler that does not explain itself is not stopped.
-    trainer, rollout = with_copy(config_of(tiny_model, tmp_path, name="u"))
-    rollout.is_stale, rollout.sampler_dtype = True, None
-    rows = rows_of(trainer.train())
-    assert all(row["sampler_gap_max"] > row["sampler_gap"] > 0.03 for row in rows)
 
 
 def run_without_gap():
@@ -162,8 +141,6 @@ def run_without_gap():
         ("float32", 1e-5, 0.99e-4, 1.01e-4),  # what is always explained
         ("float32", 1e-3, 3.9e-3, 4.1e-3),  # four times the first step's
         ("float32", 0.02, 0.029, 0.031),  # what never is
-        ("bfloat16", 0.01, 0.099, 0.101),
-        ("bfloat16", 0.05, 0.19, 0.21),
         ("bfloat16", 0.2, 0.29, math.nan),
     ),
 )

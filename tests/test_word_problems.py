@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 
-from examples.word_problems import KINDS, LEVELS, NEW, PROMPT, word_problems
-from grpo_kernels.training import TrainingConfig, load_problems
+from examples.word_problems import KINDS, LEVELS, PROMPT, word_problems
 
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = <<\1\2\3=(\d+)>>\4")
 
@@ -56,20 +55,3 @@ def test_what_is_held_out_is_not_trained_on():
     # And the prompt tells none of the held-out sums.
     numbers = re.findall(r"(\d+) [-+*/] (\d+) =", PROMPT)
     assert numbers == [("4", "6"), ("24", "5"), ("7", "5"), ("12", "3"), ("15", "8")]
-
-
-@pytest.mark.parametrize(("name", "levels"), (("easy", {1, 2}), ("all_levels", {1, 2, 3})))
-def test_the_dataset(name, levels):
-    options = {"model": "m", "dataset": f"examples.word_problems:{name}"}
-    config = TrainingConfig(**options, eval_size=21)
-    train, held_out = load_problems(config)
-    assert len(train) == config.train_size
-    assert Counter(row["template"] in NEW for row in held_out) == {False: 11, True: 10}
-    assert {row["level"] for row in train} == {row["level"] for row in held_out} == levels
-    for row in (*train, *held_out):
-        assert row["answer"].isdigit()
-        assert row["prompt"].endswith(f"Question: {row['question']}\n")
-    chat = load_problems(TrainingConfig(**options, chat=True))[0][0]
-    assert chat["prompt"][0]["content"].endswith(chat["question"])
-    assert not load_problems(TrainingConfig(**options, eval_size=0))[1]
-    assert load_problems(config) == (train, held_out)  # every time
