@@ -56,14 +56,6 @@ def test_what_is_paid(function, text, right, paid):
     assert function(["q"], [text], **columns) == [pytest.approx(paid)]
 
 
-def test_each_completion_is_paid_for_itself():
-    texts = ["<think>", "<think>a</think><answer>12</answer>", "<answer>13</answer>"]
-    for function, paid in (
-        (rewards.format, [0.2, 0.8, 0.4]), (rewards.answer, [0.0, 2.0, 0.0]),
-    ):  # fmt: skip
-        assert function(["q"] * 3, texts, answer=["12"] * 3) == pytest.approx(paid)
-
-
 # Tables
 
 

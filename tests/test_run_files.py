@@ -1,14 +1,11 @@
 """Files of a run besides its rows, and its lines in the terminal."""
 
 import json
-import subprocess
 
 import pytest
 
-from grpo_kernels.explain import runs
 from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import Metric, TrainingConfig
-from grpo_kernels.training.run import about
 from grpo_kernels.training.run.observers import print_above, sample_table
 from tests.helpers.trainer_runs import rows_of
 
@@ -28,10 +25,6 @@ def test_a_folder_says_what_its_page_needs(make):
     assert {path.name for path in folder.glob("*.json")} == {
         "about.json", "config.json", "trained_on.json"
     }  # fmt: skip
-    (folder / "about.json").unlink()
-    (folder / "report.html").unlink()
-    runs.write([folder], folder / "report.html")
-    assert (folder / "report.html").exists()
 
 
 @pytest.mark.usefixtures("real_memory")
@@ -55,21 +48,6 @@ def test_a_run_in_bf16_says_first_that_weights_may_not_move(make, capsys):
     make(dtype="bf16", learning_rate=1e-6, steps=1).train()
     said = capsys.readouterr().out
     assert said.count("warning: ") == said.count("warning: learning_rate is 1e-06 at most") == 1
-
-
-def test_a_commit_is_that_of_the_package_s_own_checkout(tmp_path, monkeypatch):
-    def commit():
-        return about.versions().get("grpo_kernels' commit")
-
-    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
-    monkeypatch.setattr(about, "__file__", str(tmp_path / "about.py"))
-    assert commit() is None
-    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "m"]):
-        subprocess.run([*git, *command], check=True)
-    (tmp_path / "about.py").touch()
-    assert commit() is None  # installed into another project's folder
-    subprocess.run([*git, "add", "about.py"], check=True)
-    assert commit().endswith("-dirty")
 
 
 def test_the_terminal_gets_no_control_characters(capsys):

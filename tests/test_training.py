@@ -15,7 +15,7 @@ from grpo_kernels.training import Completion, load_model
 from grpo_kernels.training.problems import prompts
 from grpo_kernels.training.run import checkpoint
 from grpo_kernels.training.run.observers import Observer
-from tests.helpers.tiny_models import make_model, make_tokenizer
+from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import (
     FakeRollout,
     config_of,
@@ -27,14 +27,9 @@ pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 def test_trains_and_reports(make, tiny_model, capsys):
-    class Engine(FakeRollout):
-        def update_weights(self):
-            pass
-
     trainer, seen = make(
-        eval_size=5, beta=0.05, save_model=True, show_every=1, is_correction="token_truncate",
-        epochs_per_rollout=2, minibatches=2, eval_every=1, micro_batch_size=3,
-        rollout=lambda _: Engine((6, 1, 3), logps=-5.5),
+        eval_size=5, beta=0.05, save_model=True, is_correction="token_truncate", eval_every=1,
+        rollout=lambda _: FakeRollout((6, 1, 3), logps=-5.5),
     ), []  # fmt: skip
     folder = trainer.train(lambda row, samples: seen.append((row, samples)))
     rows, evaluations, answers = (
@@ -51,11 +46,11 @@ def test_trains_and_reports(make, tiny_model, capsys):
     } <= set(rows[0])  # fmt: skip
     for row in rows:
         parts = ("sync", "generate", "reward", "score", "train")
-        assert row["seconds"] == pytest.approx(sum(row[f"seconds/{name}"] for name in parts))
+        total = sum(row.get(f"seconds/{name}", 0) for name in parts)
+        assert row["seconds"] == pytest.approx(total)
         assert 0 < row["seconds/head"] < row["seconds/train"] and row["seconds/page"] > 0
-    page, said = (folder / "report.html").read_text(), capsys.readouterr().out
-    assert not re.search(r"(src|href)=.?(https?:)?//", page)
-    assert "seconds/sync" in page and "sampler_gap_max" in page
+    assert not re.search(r"(src|href)=.?(https?:)?//", (folder / "report.html").read_text())
+    said = capsys.readouterr().out
     assert "held-out accuracy 0.0% (95 %: 0.0% to 43.4%) of 5" in said
     before, after = map(AutoModelForCausalLM.from_pretrained, (tiny_model, folder / "model"))
     for (name, p), q in zip(before.named_parameters(), after.parameters(), strict=True):
@@ -69,14 +64,6 @@ def test_frozen_weights_are_not_copied_for_the_reference(make):
     copied = dict(trainer.reference.copy.named_parameters())
     same = {n for n, p in trainer.policy.named_parameters() if p.data_ptr() == copied[n].data_ptr()}
     assert any("layers.0" in n for n in same) and not any("layers.1" in n for n in same)
-
-
-def test_a_reference_may_have_other_names_of_added_tokens(make, tmp_path):
-    make_model("llama").save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(path.read_text().replace("<eos>", "<end>"))
-    make(beta=0.1, ref_model=str(tmp_path))
 
 
 def test_a_minibatch_without_gradient_is_not_encoded_and_loses_no_metric(make):
@@ -230,10 +217,9 @@ def test_observers_that_fail_end_no_run(make, monkeypatch, capsys):
         assert said.count(f"{name} failed ({error.__name__}: not today)") == 1, name
 
 
-@pytest.mark.parametrize("error", (ConnectionError, SystemExit))
-def test_a_terminal_that_was_closed_ends_no_run(error, make, monkeypatch):
+def test_a_terminal_that_was_closed_ends_no_run(make, monkeypatch):
     def fails(*_, **__):
-        raise error
+        raise SystemExit
 
     monkeypatch.setattr("tqdm.tqdm.write", fails)
     folder = make().train()

@@ -117,13 +117,8 @@ def test_one_value_is_a_list_of_one(tmp_path):
 def test_the_home_folder_is_written_out_in_every_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     paths = {name: f"~/{name}" for name in ("model", "ref_model", "dataset", "output")}
-    for config in (
-        TrainingConfig(beta=0.1, **paths),
-        parse_config(["--beta=0.1", *(f"--{name}={path}" for name, path in paths.items())]),
-    ):
-        assert {name: getattr(config, name) for name in paths} == {
-            name: f"/home/me/{name}" for name in paths
-        }
+    config = TrainingConfig(beta=0.1, **paths)
+    assert all(getattr(config, name) == f"/home/me/{name}" for name in paths)
 
 
 def test_names_that_people_bring_have_a_hint():

@@ -143,14 +143,3 @@ def test_a_completion_may_call_several_times():
     assert torch.equal(called.support.token_ids, kept(own_ids).token_ids)
     assert called.support.offsets.diff().tolist() == [2 * mine for mine in called.sampled]
     assert tokenizer.decode(other.token_ids) == "<answer>5</answer>" and all(other.sampled_flags)
-
-
-@pytest.mark.parametrize("most", (17, 30, 39, 40, 42))
-def test_there_is_room_for_what_is_put_in(most):
-    tokenizer = make_tokenizer()
-    inner = Scripted(tokenizer, "<calc>8*17</calc>", *["<answer>136</answer>"] * 5)
-    rollout = tool_use.WithCalculator(inner, tokenizer)
-    (one,) = rollout([[65]], 1, SamplingParams(most, stop=("</answer>",)))
-    assert len(one.sampled_flags) == len(one.token_ids) <= most
-    # A result that the model cannot go on from is not put in.
-    assert all(one.sampled_flags) == (most <= 39)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from examples.word_problems import KINDS, LEVELS, PROMPT, word_problems
+from examples.word_problems import KINDS, LEVELS, word_problems
 
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = <<\1\2\3=(\d+)>>\4")
 
@@ -43,15 +43,3 @@ def test_what_is_held_out_is_not_trained_on():
         assert not train & {(row["template"], row["answer"]) for row in seen}
     new = {row["template"] for row in word_problems(500, 0, held_out=KINDS[1])}
     assert new and not new & {template for template, _ in train}
-    # Numbers in the other order neither: 4 + 3 where 3 + 4 is held out.
-    pairs = [
-        {(template, *sorted((x, y)), sign) for template, (x, sign, y, _) in rows}
-        for rows in (
-            [(r["template"], steps_of(r)[0]) for r in word_problems(1500, 0, (1,), held_out=kind)]
-            for kind in (None, KINDS[0])
-        )
-    ]
-    assert pairs[0] and pairs[1] and not pairs[0] & pairs[1]
-    # And the prompt tells none of the held-out sums.
-    numbers = re.findall(r"(\d+) [-+*/] (\d+) =", PROMPT)
-    assert numbers == [("4", "6"), ("24", "5"), ("7", "5"), ("12", "3"), ("15", "8")]
