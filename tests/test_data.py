@@ -9,6 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from examples import problems
+from grpo_kernels.explain.records import text_of
 from grpo_kernels.training import TrainingConfig, load_model, load_problems
 from grpo_kernels.training.problems import answers, data, rewards
 from grpo_kernels.training.problems.prompts import (
@@ -195,13 +196,6 @@ def test_prompts_are_the_same_in_any_order_of_keys_with_any_white_space_and_as_l
     assert data.not_held_out(train, [], None) == train
 
 
-def test_a_test_split_without_answers_is_in_the_way_of_no_run_that_does_not_ask_it(tmp_path):
-    write(tmp_path / "train.jsonl", *numbered("", range(10)))
-    write(tmp_path / "test.jsonl", {"question": " 3"}, {"question": "new?", "answer": 0.5}, {})
-    train, held_out = load_problems(config_of(dataset=str(tmp_path), eval_size=0))
-    assert answers_of(train) == [0, 1, 2, 4, 5, 6, 7, 8, 9] and not held_out
-
-
 def test_every_problem_once_an_epoch():
     order = [index_at_turn(turn, 7, seed=3) for turn in range(21)]
     assert [sorted(order[i : i + 7]) for i in (0, 7, 14)] == [list(range(7))] * 3
@@ -259,6 +253,12 @@ def test_a_prompt_is_to_be_gone_on_from(around):
     ):
         encode = PromptEncoder(tokenizer, chat=chat, vocabulary=len(tokenizer))
         assert tokenizer.decode(encode({"prompt": prompt})) == text
+
+
+def test_a_message_has_a_text_parts_or_nothing():
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "3?"}]
+    messages = [{"role": "user", "content": content} for content in ("2 +", None, parts)]
+    assert text_of(messages) == "2 +\n\n3?"
 
 
 def test_prompts_are_made_as_the_options_say():

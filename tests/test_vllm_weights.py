@@ -100,6 +100,15 @@ def test_experts_are_copied_a_layer_at_a_time(monkeypatch):
     assert calls[count:] == [{"model.layers.1.mlp"}]
 
 
+def test_layers_that_a_checkpoint_joins_are_turned_together(monkeypatch):
+    def joined(base, tensors):
+        norms = [x for name, x in sorted(tensors.items()) if "input_layernorm" in name]
+        return {"norms": torch.cat(norms)} if norms else {}
+
+    monkeypatch.setattr(extension, "checkpoint_weights", joined)
+    assert sent(make_model("llama"))["norms"].shape == (64,)
+
+
 @pytest.mark.parametrize(
     "options",
     (
