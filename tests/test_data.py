@@ -165,15 +165,6 @@ def test_splits_go_by_their_names(splits, train, held_out, tmp_path):
         assert expected in (whole, f"{len(part)} of {names[0]}")
 
 
-@pytest.mark.parametrize("train_size", (10, 100))
-def test_a_split_is_read_as_far_as_it_is_needed(train_size, tmp_path):
-    """Ten to train on need more than those for a held-out fifth of six."""
-    write(tmp_path / "train.jsonl", *numbered("", range(200)))
-    parts = load_problems(config_of(dataset=str(tmp_path), train_size=train_size, eval_size=6))
-    assert [len(part) for part in parts] == [train_size, 6]
-    assert all(x < max(30, train_size + 6) for part in parts for x in answers_of(part))
-
-
 @pytest.mark.parametrize("eval_size", (2, 0))
 def test_problems_that_are_held_out_are_not_trained_on(eval_size, tmp_path, caplog):
     """Nor those of the split that this run does not answer."""

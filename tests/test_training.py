@@ -12,10 +12,8 @@ from grpo_kernels.explain import runs
 from grpo_kernels.explain.records import read_rows
 from grpo_kernels.loss.losses import Sapo
 from grpo_kernels.training import Completion, load_model
-from grpo_kernels.training.problems import prompts
 from grpo_kernels.training.run import checkpoint
 from grpo_kernels.training.run.observers import Observer
-from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import (
     FakeRollout,
     config_of,
@@ -134,19 +132,6 @@ def test_special_tokens_are_text_but_for_those_that_end_begin_or_pad(make, tiny_
     # An end that is no special token is text.
     expected = ["#4#2|", "#42#", "42", "#a\n!", ""]
     assert make(model, tokenizer).sampler.texts(done) == expected
-
-
-def test_prompts_are_tokenized_once():
-    tokenizer, calls = make_tokenizer(), []
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
-    template = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda *a, **k: calls.append(1) or template(*a, **k)
-    encode = prompts.PromptEncoder(tokenizer, chat=True, vocabulary=len(tokenizer))
-    messages = [{"role": "system", "content": "a"}]
-    for prompt, text in (("hi", "<user>hi:"), (messages, "<system>a:"),
-                         (repr(messages), f"<user>{messages}:")) * 2:  # fmt: skip
-        assert tokenizer.decode(encode({"prompt": prompt})) == text
-    assert len(calls) == 3
 
 
 # Who looks on
