@@ -8,13 +8,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from tokenizers import normalizers
 
 from grpo_kernels.explain.records import read_rows
-from grpo_kernels.training import load_model
+from grpo_kernels.training import Completion, load_model
 from grpo_kernels.training.problems.rewards import RewardError
 from grpo_kernels.training.run import checkpoint, logs
 from grpo_kernels.training.run.interruptions import BadUpdates, StepError
@@ -132,6 +133,14 @@ def test_the_best_checkpoint_and_the_last_two_are_kept(make):
     trainer = make(**STEPS | {"steps": 4, "eval_size": 2, "eval_every": 1}, is_correct=right)
     folder = trainer.train()
     assert [int(x.stem[5:]) for x in sorted((folder / "checkpoints").iterdir())] == [1, 3, 4]
+
+
+def test_numbers_of_any_kind_are_taken(make):
+    trainer = make()
+    ids, logps = [5, numpy.int64(6), torch.tensor(7)], [-1, numpy.float32(-1.5), torch.tensor(-2.0)]
+    trainer.sampler.rollout = lambda *_: [Completion(ids, True, logps)]
+    (one,) = trainer.sampler(trainer.train_problems[:1], 1, 1.0)
+    assert one.token_ids == ids
 
 
 # Gradients

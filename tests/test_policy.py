@@ -13,6 +13,7 @@ from grpo_kernels.training.run.metrics import Clock
 from grpo_kernels.training.sampling.rollout import (
     GenerateRollout,
     SamplingParams,
+    cut_completion,
     end_tokens,
 )
 from grpo_kernels.training.step.policy import Batch, Cached, Policy
@@ -150,6 +151,13 @@ def test_completions_end_at_the_tokenizers_end_and_at_the_models():
             assert (done.token_ids, done.ended) == (full[: at + 1], True)
     tokenizer.eos_token, model.generation_config.eos_token_id = "<eos>", full[at]
     assert rollout(PROMPTS[:1], 2, GREEDY)[0] == done
+
+
+def test_an_end_token_comes_before_a_stop_string_behind_it():
+    tokenizer = make_tokenizer()
+    row = tokenizer("ab<eos>cd").input_ids
+    done = cut_completion(row, [0], SamplingParams(8, stop=("cd",)), tokenizer)
+    assert (len(done.token_ids), done.ended) == (3, True)
 
 
 def scripted(model, tokenizer, *texts):

@@ -206,12 +206,17 @@ def test_a_terminal_that_was_closed_ends_no_run(make, monkeypatch):
     assert len(rows_of(folder)) == 2 and (folder / "report.html").exists()
 
 
-def test_who_looks_on_gets_a_row_of_its_own(make):
-    trainer, seen = make(steps=2), []
+def test_who_looks_on_gets_rows_and_problems_of_its_own(make):
+    some = [{"prompt": x, "answer": [x]} for x in "abcde"]
+    trainer, seen = make(problems=(some[:4], some[4:]), is_correct=lambda text, right: True), []
 
     class Changes(Observer):
         def step(self, row, samples):
             row.clear()
+
+        def evaluation(self, step, evaluation):
+            for row in evaluation.answers:
+                row["answer"].clear()
 
     class Sees(Observer):
         def step(self, row, samples):
@@ -219,4 +224,4 @@ def test_who_looks_on_gets_a_row_of_its_own(make):
 
     trainer.run.observers[:] = [Changes(trainer.config), Sees(trainer.config)]
     trainer.train(lambda row, _: seen.append(row["step"]))
-    assert seen == [1, 1, 2, 2]
+    assert seen == [1, 1, 2, 2] and trainer.held_out == [{"prompt": "e", "answer": ["e"]}]
