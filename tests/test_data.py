@@ -2,12 +2,6 @@
 
 import csv
 import json
-import os
-import re
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy
@@ -25,7 +19,6 @@ from grpo_kernels.training.problems.prompts import (
     short_enough,
 )
 from grpo_kernels.training.run.schedule import index_at_turn
-from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -72,25 +65,12 @@ def chain_sum(config):
     return problems.of_reasoning_gym("chain_sum", config)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    (
-        ("examples.problems:additions", (54, 27)),
-        ("examples.problems:gsm_symbolic", (20, 5)),
-        (f"{__name__}:chain_sum", (20, 5)),
-    ),
-)
-def test_made_problems_are_held_out(name, sizes):
-    options = {"dataset": name, "train_size": sizes[0], "eval_size": sizes[1]}
-    train, held_out = load_problems(config_of(**options))
+@pytest.mark.parametrize("name", ("examples.problems:gsm_symbolic", f"{__name__}:chain_sum"))
+def test_made_problems_are_held_out(name):
+    train, held_out = load_problems(config_of(dataset=name, train_size=20, eval_size=5))
     prompts = [{p["prompt"] for p in some} for some in (train, held_out)]
-    assert len(held_out) == sizes[1] and sizes[0] / 2 < len(train) <= sizes[0]
-    assert not prompts[0] & prompts[1]
+    assert len(held_out) == 5 and 10 < len(train) <= 20 and not prompts[0] & prompts[1]
     assert all(answers.number_of(p["answer"]) is not None for p in (*train, *held_out))
-    if name.endswith("gsm_symbolic"):
-        assert EXAMPLE in train[0]["prompt"]
-        chat = load_problems(config_of(**options, chat=True))[0][0]
-        assert [m["role"] for m in chat["prompt"]] == ["user"]
     if name.endswith("chain_sum"):  # which has a judge of its own
         texts = [f"<answer>{train[0]['answer']}</answer>", "<answer>no</answer>"]
         functions = rewards.resolve_rewards(["examples.problems:score"])
@@ -134,17 +114,12 @@ def test_what_is_on_the_disk_is_read_whatever_its_name(name, tmp_path, monkeypat
         assert sorted(answers_of(train)) == [*range(9)]
 
 
-@pytest.mark.parametrize("splits", (False, True))
-def test_a_folder_of_save_to_disk(splits, tmp_path):
+def test_a_folder_of_save_to_disk(tmp_path):
     import datasets
 
-    train, test = (
-        datasets.Dataset.from_list(numbered(text, range(10))) for text in ("train", "test")
-    )
-    saved = datasets.DatasetDict({"train": train, "test": test}) if splits else train
-    saved.save_to_disk(tmp_path)
-    train, held_out = load_problems(config_of(dataset=str(tmp_path)))
-    assert [len(train), len(held_out)] == ([10, 10] if splits else [8, 2])
+    rows = {x: datasets.Dataset.from_list(numbered(x, range(10))) for x in ("train", "test")}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path)
+    assert [*map(len, load_problems(config_of(dataset=str(tmp_path))))] == [10, 10]
 
 
 def test_no_type_of_a_table_is_guessed(tmp_path):
@@ -159,18 +134,6 @@ def test_no_type_of_a_table_is_guessed(tmp_path):
         ("007", "NA"), ("1.50", None), ("2024-01-02", "x")
     ]  # fmt: skip
     assert question_of(problems[1]) == "2,\n3?"
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    (("so #### 1.50", "1.50"), ("007", "007"), ("", ""), (7, "7"), (-7, "-7"),
-     (2**53 + 1, "9007199254740993")),
-)  # fmt: skip
-def test_answers_are_text_or_whole_numbers(answer, text, tmp_path):
-    name = write(tmp_path / "a.jsonl", {"question": answer, "answer": answer, "level": 0.5})
-    ((problem,), _) = load_problems(config_of(dataset=name, eval_size=0))
-    assert (problem["answer"], problem["level"]) == (text, 0.5)
-    assert question_of(problem) == str(answer)
 
 
 def test_a_problem_may_have_no_answer_if_nothing_needs_one(tmp_path):
@@ -202,15 +165,6 @@ def test_splits_go_by_their_names(splits, train, held_out, tmp_path):
         assert expected in (whole, f"{len(part)} of {names[0]}")
 
 
-@pytest.mark.parametrize("train_size", (10, 100))
-def test_a_split_is_read_as_far_as_it_is_needed(train_size, tmp_path):
-    """Ten to train on need more than those for a held-out fifth of six."""
-    write(tmp_path / "train.jsonl", *numbered("", range(200)))
-    parts = load_problems(config_of(dataset=str(tmp_path), train_size=train_size, eval_size=6))
-    assert [len(part) for part in parts] == [train_size, 6]
-    assert all(x < max(30, train_size + 6) for part in parts for x in answers_of(part))
-
-
 @pytest.mark.parametrize("eval_size", (2, 0))
 def test_problems_that_are_held_out_are_not_trained_on(eval_size, tmp_path, caplog):
     """Nor those of the split that this run does not answer."""
@@ -231,13 +185,6 @@ def test_prompts_are_the_same_in_any_order_of_keys_with_any_white_space_and_as_l
         assert data.not_held_out(train, [{"prompt": prompt}], said.append) == train[1:]
         assert said[0].startswith("1 of 2 problems to train on are left out")
     assert data.not_held_out(train, [], None) == train
-
-
-def test_a_test_split_without_answers_is_in_the_way_of_no_run_that_does_not_ask_it(tmp_path):
-    write(tmp_path / "train.jsonl", *numbered("", range(10)))
-    write(tmp_path / "test.jsonl", {"question": " 3"}, {"question": "new?", "answer": 0.5}, {})
-    train, held_out = load_problems(config_of(dataset=str(tmp_path), eval_size=0))
-    assert answers_of(train) == [0, 1, 2, 4, 5, 6, 7, 8, 9] and not held_out
 
 
 def test_every_problem_once_an_epoch():
@@ -273,7 +220,7 @@ BEGUN = [USER, {"role": "assistant", "content": "<think>Two plus"}]
 OPENED = "<bos>[user]2 + 3?[end][assistant]"
 
 
-@pytest.mark.parametrize("around", ("$A", "<bos> $A", "$A <eos>", "<bos> $A <eos>"))
+@pytest.mark.parametrize("around", ("$A", "<bos> $A <eos>"))
 def test_a_prompt_is_to_be_gone_on_from(around):
     """Some tokenizers put these around a text."""
     tokenizer = make_tokenizer()
@@ -299,17 +246,10 @@ def test_a_prompt_is_to_be_gone_on_from(around):
         assert tokenizer.decode(encode({"prompt": prompt})) == text
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    (
-        ("2 + 3?", "2 + 3?"),
-        ([{"type": "text", "text": "2 + "}, {"type": "text", "text": "3?"}], "2 + 3?"),
-        ([{"type": "image", "text": None}, {"type": "text", "text": "?"}], "?"),
-        (None, ""),
-    ),
-)
-def test_a_message_has_a_text_parts_or_nothing(content, text):
-    assert text_of([{"role": "user", "content": content}]) == text
+def test_a_message_has_a_text_parts_or_nothing():
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "3?"}]
+    messages = [{"role": "user", "content": content} for content in ("2 +", None, parts)]
+    assert text_of(messages) == "2 +\n\n3?"
 
 
 def test_prompts_are_made_as_the_options_say():
@@ -336,40 +276,6 @@ def test_a_prompt_that_has_the_system_prompt_stays_as_it_is(tmp_path):
 
 # The hub
 
-MISSING = {
-    "model: 'gated/a'.*accept the terms on its page, then `hf auth login`": {"model": "gated/a"},
-    "model: 'no/a'.*nothing has this name, or it is private": {"model": "no/a"},
-    "model: 'old/a@v9' is not a folder with a model, and not on": {"model": "old/a@v9"},
-    "dataset: gated/b is no file.*accept the terms on its page": {"dataset": "gated/b"},
-    "dataset: no/b is no file .* was .*nothing has this name.*Without the hub": {"dataset": "no/b"},
-}
-CODES = {"gated": (401, "GatedRepo"), "no": (404, "RepoNotFound")}
-ABOUT = {
-    "_id": "0" * 24, "sha": "a" * 40, "private": False, "gated": "manual", "disabled": False,
-    "tags": [], "downloads": 0, "likes": 0, "siblings": [],
-}  # fmt: skip
-
-
-class Hub(BaseHTTPRequestHandler):
-    def do_GET(self):
-        owner, name = re.search(r"(\w+)/([ab])\b", self.path).groups()
-        status, code = CODES[owner]
-        # That there is a gated dataset is no secret.
-        body = {"error": code}
-        if re.fullmatch("/api/datasets/gated/b(/revision/.*)?", self.path):
-            status, body = 200, {**ABOUT, "id": f"{owner}/{name}"}
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", code)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(json.dumps(body).encode())
-
-    do_HEAD = do_POST = do_GET
-
-    def log_message(self, *_):
-        pass
-
 
 def test_without_the_hub_a_model_is_a_folder(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks for long
@@ -377,25 +283,15 @@ def test_without_the_hub_a_model_is_a_folder(monkeypatch):
         load_model(TrainingConfig(model="no/where"))
 
 
-@pytest.mark.slow
-def test_what_is_not_on_the_hub_is_said(tmp_path):
-    """The hub is a server at a loopback address; all between is huggingface_hub and its users."""
-    code = (
-        "from grpo_kernels.training import TrainingConfig, load_model, load_problems\n"
-        f"for options in {[*MISSING.values()]}:\n"
-        "    load = load_problems if 'dataset' in options else load_model\n"
-        "    try: load(TrainingConfig(**{'model': 'm', **options}))\n"
-        "    except OSError as error: print('REFUSED', error)\n"
-    )
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200,
-            env={**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_TOKEN": "",
-                 "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"},
-        )  # fmt: skip
-        server.shutdown()
-    assert done.returncode == 0, done.stderr
-    for message, said in zip(MISSING, done.stdout.split("REFUSED ")[1:], strict=True):
-        assert re.match(message, said), said
+class DatasetNotFoundError(Exception):
+    """An error of `datasets`, known by its name."""
+
+
+def test_why_nothing_was_downloaded():
+    def said(text):
+        error = OSError("no")
+        error.__cause__ = DatasetNotFoundError(text)
+        return data.why_not_downloaded(error)
+
+    assert "accept the terms on its page" in said("'a' is a gated dataset")
+    assert "nothing has this name" in said("'a' does not exist")

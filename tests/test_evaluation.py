@@ -3,19 +3,15 @@
 import json
 import math
 import shutil
-import threading
-from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_kernels.explain.records import read_rows
-from grpo_kernels.training import evaluate, load_model
+from grpo_kernels.training import evaluate
 from grpo_kernels.training.run import logs
 from grpo_kernels.training.run.accuracy import accuracy_of, wilson_interval
-from grpo_kernels.training.run.observers import Observer
-from tests.helpers.tiny_models import make_model, make_tokenizer
-from tests.helpers.trainer_runs import config_of, noise, rows_of, trainer_with
+from tests.helpers.trainer_runs import noise, trainer_with
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -32,11 +28,7 @@ def test_the_interval_is_wilsons():
     assert wilson_interval(5, 5)[1] == 1.0
 
 
-def test_a_line_of_an_evaluation():
-    one = accuracy_of([answer(i % 2 == 0) for i in range(30)])
-    assert str(one) == "held-out accuracy 50.0% (95 %: 33.2% to 66.8%) of 30, reward 0.50"
-    assert "timed_out" not in one.summary(0)
-    assert "reward" not in str(accuracy_of([answer(True) | {"reward": math.nan}]))
+def test_comparisons_without_a_result_are_told():
     late = accuracy_of([answer(False)] * 2, late=2)
     assert late.summary(1)["timed_out"] == 2 and "2 comparisons had no result" in str(late)
 
@@ -122,11 +114,9 @@ def test_an_evaluation_repeats_the_run_s_last(trained, run, capsys):
         "--output", str(run.parent / "new" / "one"),
     ])  # fmt: skip
     assert second == run.parent / "new" / "one" and rows_in(run / "metrics.jsonl") == before
-    assert evaluate.main([str(run), "--num_samples", "0"]) == run / "evaluations" / "2"
     used = logs.read_json(second / "config.json")
     assert (used["temperature"], used["max_completion_length"], used["top_k"]) == (0.5, 2, 50)
     assert read_rows(second / "evaluations.jsonl")[0]["samples"]["count"] == 3
-    assert "samples" not in read_rows(run / "evaluations" / "2" / "evaluations.jsonl")[0]
 
 
 def test_options_that_an_evaluation_does_not_need_are_not_read(run, capsys):
@@ -152,24 +142,7 @@ def test_what_was_trained_on_is_not_answered(trained, run, tmp_path, capsys):
     assert len(answers_of(evaluate.main([str(run), "--num_samples", "0"]))) == 4
 
 
-def test_two_evaluations_at_a_time(run):
-    """Have a folder each, made before they are done."""
-    folders, begun = list[Path](), threading.Barrier(8)
-
-    def begin():
-        begun.wait()
-        folders.append(evaluate._new_folder(run, None))
-
-    threads = [threading.Thread(target=begin) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(folders) == [run / "evaluations" / str(i) for i in range(1, 9)]
-
-
 def test_adapters_of_a_run_are_evaluated_as_they_are(tiny_model, tmp_path, monkeypatch):
-    """And trained on by no other run, which would lose them."""
     options = {"lora_rank": 4, "learning_rate": 0.1, "save_model": True, "eval_size": 4,
                "dataset": write_rows(tmp_path / "train.jsonl", SUMS)}  # fmt: skip
     trainer = trainer_with(tiny_model, tmp_path, **options)
@@ -184,10 +157,6 @@ def test_adapters_of_a_run_are_evaluated_as_they_are(tiny_model, tmp_path, monke
         torch.testing.assert_close(logits, trainer.policy.model(ids).logits)
         with used[0].disable_adapter():
             assert float((used[0](ids).logits - logits).abs().max()) > 0.01
-    for rank in (0, 4):
-        config = config_of(folder / "model", tmp_path, name="next", lora_rank=rank)
-        with pytest.raises(ValueError, match=r"model: .* is a folder of adapters, .* merge"):
-            load_model(config)
 
 
 def test_a_run_from_python_is_evaluated(tiny_model, tmp_path, capsys):
@@ -218,44 +187,3 @@ def test_held_out_problems_that_json_does_not_hold(value, tmp_path):
     assert not path.exists()
     assert logs.write_if_exact(path, rows := [{"prompt": "1 + 1?", "extra": [1, None]}])
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
-
-
-PARTS = (
-    "{% for m in messages %}{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}"
-    "{% endfor %}"
-)
-
-
-def test_prompts_in_parts(make):
-    """Are shown, written and counted as text is, whatever an observer does to them."""
-
-    class Changes(Observer):
-        def evaluation(self, step, evaluation):
-            for row in evaluation.answers:
-                row["prompt"][0]["content"].clear()
-
-    problems = [
-        {"prompt": [{"role": "user", "content": [{"type": "text", "text": text}]}], "answer": "1",
-         "number": number}
-        for number, text in enumerate(("one and one", "two", "three", "four"))
-    ]  # fmt: skip
-
-    def some(prompts, completions):
-        return [float(i % 2) if chat[0]["content"][0]["text"] == "two" else None
-                for i, chat in enumerate(prompts)]  # fmt: skip
-
-    model, tokenizer = make_model("llama"), make_tokenizer()
-    tokenizer.chat_template = PARTS
-    trainer = make(
-        model, tokenizer, steps=1, num_generations=2, prompts_per_step=2, show_every=1,
-        rewards={"noise": some}, problems=(problems[:2], problems[2:]),
-    )  # fmt: skip
-    trainer.run.observers.append(Changes(trainer.config))
-    folder = trainer.train()
-    assert [p["prompt"][0]["content"][0]["text"] for p in problems[2:]] == ["three", "four"]
-    (row,) = rows_of(folder)
-    assert row["accuracy"] == 0.0
-    assert [x["number"] for x in rows_in(folder / "held_out.jsonl")] == [2, 3]
-    assert "one and one" in (folder / "report.html").read_text()
-    rewards = {row["reward"] for row in rows_in(folder / "samples.jsonl")}
-    assert rewards == {None, 0.0, 1.0}  # two were not scored

@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import re
 import resource
-import signal
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +18,7 @@ from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import Completion, load_model
 from grpo_kernels.training.problems.rewards import RewardError
 from grpo_kernels.training.run import checkpoint, logs
-from grpo_kernels.training.run.interruptions import BadUpdates, Preempted, StepError
-from grpo_kernels.training.step import samples
+from grpo_kernels.training.run.interruptions import BadUpdates, StepError
 from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import (
     STEPS,
@@ -31,7 +27,6 @@ from tests.helpers.trainer_runs import (
     freeze_all_but,
     noise,
     rows_of,
-    trainer_with,
     untimed,
     weights_of,
 )
@@ -104,35 +99,6 @@ def test_who_fails_is_told_and_leaves_a_checkpoint(who, error, message, make):
     assert checkpoint.latest(trainer.config.folder).name == f"step-{last:06d}.pt"
 
 
-def test_a_second_signal_in_a_reward_function_ends_the_run_at_once(make):
-    def stopped(completions, **_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        make(rewards={"noise": stopped}, **STEPS).train()
-
-
-def test_an_evaluation_that_failed_is_made_up_for_once(make):
-    """The run that goes on makes up for it, whatever it meets then."""
-    calls = []
-
-    def faulty(prompts, completions, **_):
-        calls.append(1)
-        if len(calls) == 3:  # those of step 0, of the first step, and of its evaluation
-            raise ConnectionError("the judge is gone")
-        if len(calls) == 5:  # of the second step, after that evaluation was made up for
-            os.kill(os.getpid(), signal.SIGTERM)
-        return noise(prompts, completions)
-
-    options = STEPS | {"eval_size": 2, "eval_every": 1, "resume": True}
-    for error in (RewardError, Preempted, None):
-        trainer = make(rewards={"noise": faulty}, **options)
-        with pytest.raises(error) if error else nullcontext():
-            trainer.train()
-    assert steps_of(trainer.config.folder / "evaluations.jsonl") == [0, 1, 2, 3]
-    assert steps_of(trainer.config.folder / "metrics.jsonl") == [1, 2, 3]
-
-
 def test_an_end_in_the_last_evaluation_loses_nothing_but_it(undisturbed, make):
     """The run that goes on evaluates, and trains no step."""
     options = STEPS | {"eval_size": 2, "save_every": 0, "resume": True}
@@ -160,33 +126,21 @@ def test_an_end_in_the_last_evaluation_loses_nothing_but_it(undisturbed, make):
     assert steps_of(folder / "evaluations.jsonl") == [0, 3]
 
 
-@pytest.mark.parametrize(("best", "kept"), ((1, [1, 3, 4]), (4, [3, 4])))
-def test_the_best_checkpoint_and_the_last_two_are_kept(best, kept, make):
-    """The last step's evaluation comes after its checkpoint."""
-    halves = iter([True, False] * 9)
-
+def test_the_best_checkpoint_and_the_last_two_are_kept(make):
     def right(*_):
-        step = trainer.run.step
-        return step == best or (step == 1 and next(halves))
+        return trainer.run.step == 1
 
     trainer = make(**STEPS | {"steps": 4, "eval_size": 2, "eval_every": 1}, is_correct=right)
     folder = trainer.train()
-    assert [int(x.stem[5:]) for x in sorted((folder / "checkpoints").iterdir())] == kept
-
-
-# Completions
+    assert [int(x.stem[5:]) for x in sorted((folder / "checkpoints").iterdir())] == [1, 3, 4]
 
 
 def test_numbers_of_any_kind_are_taken(make):
     trainer = make()
-    sampler, problems = trainer.sampler, trainer.train_problems[:1]
-    logps = [-1, numpy.float32(-1.5), torch.tensor(-2.0), -3.0]
-    weights = [0, numpy.float64(0.5), torch.tensor(1.0), -0.0]
-    one = Completion([5, numpy.int64(6), torch.tensor(7), 8], True, logps, ce_weights=weights)
-    sampler.rollout = lambda *_: [one]
-    assert sampler(problems, 1, 1.0) == [one]
-    for values, expected in ((one.logps, [-1.0, -1.5, -2.0, -3.0]), (weights, [0, 0.5, 1, 0])):
-        assert samples.pad_per_token([values], torch.ones(1, 4)).tolist() == [expected]
+    ids, logps = [5, numpy.int64(6), torch.tensor(7)], [-1, numpy.float32(-1.5), torch.tensor(-2.0)]
+    trainer.sampler.rollout = lambda *_: [Completion(ids, True, logps)]
+    (one,) = trainer.sampler(trainer.train_problems[:1], 1, 1.0)
+    assert one.token_ids == ids
 
 
 # Gradients
@@ -259,14 +213,6 @@ def test_a_loss_scale_that_is_too_large_skips_updates_and_ends_no_run(make, scal
     plain.optimizer.step = from_the_third
     plain.train()
     assert_same_weights(weights_of(trainer), weights_of(plain), 1e-5, 1e-7)
-
-
-def test_gradients_that_no_loss_scale_helps_end_the_run(make, scaled):
-    trainer = make(**STEPS | {"steps": 20})
-    scaled(trainer, limit=0.0)
-    with pytest.raises(BadUpdates, match="10 updates in a row"):
-        trainer.train()
-    assert trainer.accelerator.scaler.get_scale() == 2.0**-9  # 16 updates to a scale of 1
 
 
 # Checkpoints
@@ -358,9 +304,7 @@ TRAINED, WEIGHTS = "trained parameters", "weights that are not trained"
 # A run's options, what is not as it was when it goes on, and what the message names.
 CHANGES = {
     "sets in another order": ({}, {"train": sums(6, tags=(8, 0))}, []),
-    "fewer problems": ({}, {"train": SUMS[:5], "held_out": SUMS[5:]}, [PROBLEMS]),
     "another answer": ({}, {"train": [*SUMS[:5], {**SUMS[5], **ANSWER}]}, [PROBLEMS]),
-    "another order": ({}, {"train": SUMS[5::-1]}, [PROBLEMS, TOKENS]),
     "another order of evaluations": ({}, {"held_out": SUMS[7:5:-1]}, [PROBLEMS, TOKENS]),
     "another tokenizer": ({}, {"minus": True}, [TOKENS]),
     "another buffer": ({}, {"buffer": 1.5}, [WEIGHTS]),
@@ -369,7 +313,6 @@ CHANGES = {
     "frozen weights": ({}, {"factor": 1.5, "trained": ("layers.1.",) * 2}, [WEIGHTS]),
     "other frozen weights": ({}, {"trained": ("layers.1.", "layers.")}, [TRAINED, WEIGHTS]),
     "weights and their copy": ({"beta": 0.1}, {"factor": 1.5}, [WEIGHTS]),
-    "trained weights, and a reference": (REFERENCE, {"factor": 1.5}, []),
     "weights of the reference": (REFERENCE, {"reference": 1.5}, [WEIGHTS]),
 }
 
@@ -474,14 +417,6 @@ def test_rows_that_find_no_room_are_written_with_the_next_ones(make, capsys):
         rows = [read_rows(x) for x in (log, whole / log.name)]
         assert [*map(untimed, rows[0])] == [*map(untimed, rows[1])]
     assert checkpoint.latest(trainer.config.folder).name == "step-000003.pt"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="folders of Linux")
-def test_a_folder_that_cannot_be_written(tiny_model, tmp_path):
-    tmp_path.chmod(0o500)
-    folder = tmp_path if os.geteuid() else Path("/sys")  # root may write anywhere else
-    with pytest.raises(PermissionError, match=str(folder)):
-        trainer_with(tiny_model, folder, **STEPS).train()
 
 
 def test_two_runs_in_one_folder(make):

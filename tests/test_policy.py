@@ -95,12 +95,12 @@ def test_a_shared_prompt_overrules_what_a_config_says_of_caches():
             assert model.generation_config.cache_implementation == name
 
 
-def renamed(model, own):
-    """The model with a cache by another name: `own` is what its forward goes on from."""
+def ignoring(model):
+    """The model with a cache by another name, from which its forward does not go on."""
     forward = model.model.forward
 
     def other(memory=None, **kwargs):
-        out = dict(forward(**kwargs, **({} if memory is None else {own: memory})))
+        out = dict(forward(**kwargs))
         items = {"memory": Cached.from_output(out).keys_and_values}.items
         return SimpleNamespace(items=items, last_hidden_state=out["last_hidden_state"])
 
@@ -108,18 +108,9 @@ def renamed(model, own):
     return model
 
 
-def test_a_cache_goes_back_by_the_name_that_it_came_by():
-    model, batch = make_model("llama"), random_batch()
-    expected, _ = Policy(model)("logps", batch)
-    name = Cached.from_output(model.model(torch.ones(1, 1).long(), use_cache=True)).name
-    policy = Policy(renamed(model, name))
-    assert policy.shares_prompts
-    assert torch.equal(policy("logps", batch)[0], expected)
-
-
 def test_a_model_that_leaves_a_cache_as_it_is_is_refused():
     """Model whose forward takes any keyword and no longer names the cache."""
-    policy = Policy(renamed(make_model("llama"), "ignored"))
+    policy = Policy(ignoring(make_model("llama")))
     message = "share_prompts: LlamaModel did not continue from memory, .* 6 tokens instead of 11"
     with pytest.raises(RuntimeError, match=message):
         policy("logps", random_batch())
@@ -162,30 +153,11 @@ def test_completions_end_at_the_tokenizers_end_and_at_the_models():
     assert rollout(PROMPTS[:1], 2, GREEDY)[0] == done
 
 
-class Words:
-    """A tokenizer with one letter per token."""
-
-    pad_token_id = 0
-
-    def decode(self, ids, **_):
-        return "".join("|" if i == 0 else chr(96 + i) for i in ids)
-
-
-@pytest.mark.parametrize(
-    ("row", "stop", "expected"),
-    (
-        ([7, 8, 9, 0], (), ([7, 8, 9, 0], True)),
-        ([7, 8, 9, 10], (), ([7, 8, 9, 10], False)),
-        ([0, 0, 0, 0], (), ([0], True)),
-        ([7, 5, 0, 0], (), ([7, 5], True)),  # several tokens end it
-        ([1, 2, 3, 0, 0], ("bc",), ([1, 2, 3], True)),  # padded with the end's token
-        ([1, 2, 0, 3, 2, 3], ("bc",), ([1, 2, 0], True)),  # the token comes first
-        ([1, 2, 4], ("bc",), ([1, 2, 4], False)),
-    ),
-)
-def test_a_completion_ends_once(row, stop, expected):
-    done = cut_completion(row, [0, 5], SamplingParams(8, stop=stop), Words())
-    assert (done.token_ids, done.ended) == expected
+def test_an_end_token_comes_before_a_stop_string_behind_it():
+    tokenizer = make_tokenizer()
+    row = tokenizer("ab<eos>cd").input_ids
+    done = cut_completion(row, [0], SamplingParams(8, stop=("cd",)), tokenizer)
+    assert (len(done.token_ids), done.ended) == (3, True)
 
 
 def scripted(model, tokenizer, *texts):

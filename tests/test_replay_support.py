@@ -103,37 +103,26 @@ def test_a_rollout_that_does_not_say_is_warned_of(tiny_model, tmp_path):
 # Drop-ins, against the calls that they make
 
 
-def gradients_of(loss, *leaves):
-    gradients = torch.autograd.grad(loss, leaves)
-    assert all(x.any() for x in gradients)
-    return gradients
-
-
 @pytest.fixture
 def batch():
     batch = make_batch(B=4, T=9, H=16, V=101)
     batch.hidden, batch.targets = batch.hidden.nan_to_num(), batch.targets.clamp(0, 100)
-    for x in (batch.hidden, batch.weight):
-        x.requires_grad_()
     return batch
 
 
 def test_verl(batch):
-    support, trained = make_support(batch, most=20), (batch.hidden, batch.weight)
+    support = make_support(batch, most=20)
     actual = linear_cross_entropy(
-        *trained, batch.targets, 0.7, "none", support=support, mask=batch.mask
+        batch.hidden, batch.weight, batch.targets, 0.7, "none", support=support, mask=batch.mask
     )
     head = LMHead(batch.weight, temperature=0.7)
     options = {"support": support, "entropy": True}
     expected = linear_logprobs(batch.hidden, head, batch.targets, batch.mask, **options)[:2]
     torch.testing.assert_close(actual, tuple(expected))
-    losses = (x.sum() + 0.3 * (y * torch.arange(9)).sum() for x, y in (actual, expected))
-    torch.testing.assert_close(*(gradients_of(loss, *trained) for loss in losses))
 
 
 @pytest.mark.parametrize("labels_as", ("labels", "kept", "shifted"))
-@pytest.mark.parametrize("what", ("logps", "loss"))
-def test_transformers(what, labels_as):
+def test_transformers(labels_as):
     """With padding on both sides, and prompts of two lengths."""
     model = make_model("qwen2", tie_word_embeddings=False)
     g = torch.Generator().manual_seed(3)
@@ -161,14 +150,9 @@ def test_transformers(what, labels_as):
     options = {"old_logps": old_logps, "config": config, "support": support}
 
     attach_fused_head(model, temperature=0.7)
-    if what == "loss":
-        objective = Objective(advantages, mask=own_mask, **options)
-        out = model(**inputs, **call, fused_head=objective)
-        losses = out.loss, fused_grpo_loss(*args, advantages, mask, **options).loss
-    else:
-        out = model(**inputs, **call, fused_head=Objective(mask=own_mask, support=support))
-        places = torch.arange(targets.shape[1])
-        losses = ((x.logps * places).sum() + x.entropy.sum() for x in (out, expected))
+    objective = Objective(advantages, mask=own_mask, **options)
+    out = model(**inputs, **call, fused_head=objective)
+    losses = out.loss, fused_grpo_loss(*args, advantages, mask, **options).loss
     close = {"rtol": 1e-4, "atol": 1e-6}
     for name in ("logps", "entropy"):
         torch.testing.assert_close(getattr(out, name), getattr(expected, name), **close)

@@ -2,14 +2,12 @@
 
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from examples import gsm8k_from_scratch, problems
-from grpo_kernels.training import Completion, Metric, parse_config
 from grpo_kernels.training.problems import rewards
 from grpo_kernels.training.problems.rewards import RewardFunction, check_rewards, reward_table
 from grpo_kernels.training.run.interruptions import StepError
@@ -39,54 +37,22 @@ LONG = "1" * 5000
         (rewards.answer, r"<answer>\frac{1}{2}</answer>", "1/2", 2.0),
         (rewards.answer, r"\boxed{7.0}", 7, 2.0),
         (rewards.format, "<think>a</think><answer>1234.5</answer>", None, 0.8),
-        (rewards.format, "<answer>$1,234.50</answer>", None, 0.4),
         (rewards.format, "<answer>2</answer><answer>1234.5</answer>", None, 0.0),
-        (problems.addition, "<answer>12</answer>", "12", 1.0),
         (problems.addition, "<answer>13</answer>", "12", 0.5),
         (problems.addition, "The sum is <answer>12</answer>", "12", 0.4),
-        (problems.addition, "<answer>12</answer><answer>12</answer>", "12", 0.6),
-        (problems.addition, "<answer>twelve</answer>", "12", 0.4),
         # The tutorial's, which compares numbers exactly.
-        (correctness, "<answer>12</answer>", "12", 2.0),
         (correctness, "<answer>12.0</answer>", "12", 1.5),
         (correctness, "<answer>3 * 4 = 12</answer>", "12", 0.0),  # several numbers
-        (correctness, "<answer>12", "12", 0.0),
-        (correctness, "<answer>-12</answer>", "12", 0.0),
-        (correctness, "<answer>1450</answer>", "1,450", 1.5),
         (correctness, "<answer>It is $10,000.</answer>", "10000", 1.5),
-        (correctness, "<answer>1, 450</answer>", "1450", 0.0),
         (correctness, "<answer>\u22123</answer>", "-3", 1.5),
         (correctness, "<answer>9007199254740993</answer>", "9007199254740992", 0.0),
-        (correctness, "<answer>none</answer>", "none of them", 0.0),
         (correctness, f"<answer>{LONG}</answer>", f"{LONG}2", 1.5),  # the numbers that begin both
         (gsm8k_from_scratch.format, SCRATCH, None, 0.8),
-        (gsm8k_from_scratch.format, "<reasoning>", None, 0.2),
     ),
 )
 def test_what_is_paid(function, text, right, paid):
     columns = {} if right is None else {"answer": [right]}
     assert function(["q"], [text], **columns) == [pytest.approx(paid)]
-
-
-def test_each_completion_is_paid_for_itself():
-    texts = ["<think>", "<think>a</think><answer>12</answer>", "<answer>13</answer>"]
-    for function, paid in (
-        (rewards.format, [0.2, 0.8, 0.4]), (rewards.answer, [0.0, 2.0, 0.0]),
-    ):  # fmt: skip
-        assert function(["q"] * 3, texts, answer=["12"] * 3) == pytest.approx(paid)
-
-
-def test_recipes_have_the_prompt_and_the_rewards_of_the_tutorial():
-    folder = Path(gsm8k_from_scratch.__file__).parent / "configs"
-    recipes = sorted(folder.glob("from-scratch-1.5b*.yaml"))
-    assert len(recipes) == 3
-    prompt = "Respond in the following format:\n{}\n...\n{}\n{}\n...\n{}"
-    for recipe in recipes:
-        config = parse_config([str(recipe)])
-        assert config.system_prompt == prompt.format(*gsm8k_from_scratch.TAGS)
-        assert not config.chat
-        functions = [x.function for x in rewards.resolve_rewards(config.rewards)]
-        assert functions == [correctness, gsm8k_from_scratch.format]
 
 
 # Tables
@@ -177,31 +143,15 @@ def wordy(completions, metrics):
     return words
 
 
-def test_a_function_named_in_a_file_adds_metrics(make, tmp_path):
+def test_a_function_named_in_a_file_adds_metrics(make):
     """Values added in an evaluation are in no row."""
     trainer = make(
-        rewards=[f"{__name__}:wordy"], prompts_per_step=2, eval_size=2, max_completion_length=20,
-        rollout=as_long_as_asked, problems=(SUMS[:4], SUMS[4:6]),
+        rewards=[f"{__name__}:wordy"], eval_size=2, eval_every=1,
+        rollout=lambda _: FakeRollout((6, 1, 3)), problems=(SUMS[:4], SUMS[4:6]),
     )  # fmt: skip
-    folder = trainer.train()
-    for row in rows_of(folder):
+    for row in rows_of(trainer.train()):
         assert row["words"] == row["reward"] == row["reward/wordy"] and row["calls"] == 1
-        assert row["some"] > 0 and row["words"] < 20
-
-
-def as_long_as_asked(policy):
-    """Eight tokens per completion in training, twenty where there is but one completion."""
-    return lambda prompts, count, sampling: [
-        Completion([65 + i % 9] * (20 if count == 1 else 1 + i % 8), True)
-        for i in range(len(prompts) * count)
-    ]
-
-
-def test_metrics_that_are_registered_stay_as_they_are(make):
-    trainer = make(rewards={"noise": wordy}, problems=(SUMS, ()), rollout=lambda _: FakeRollout())
-    trainer.metrics.register(Metric("words", merge="max", chart="longest"))
-    row, samples = trainer.train_step(trainer.train_problems[:4])
-    assert row["words"] == max(map(len, samples.texts)) > row["reward"]
+        assert row["some"] > 0
 
 
 def test_messages_are_answered_by_messages():

@@ -98,23 +98,16 @@ class Event:
 
 
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
-@pytest.mark.parametrize("frozen", (False, True))
-def test_the_seconds_of_head_and_loss_are_those_of_both_directions(device, frozen, monkeypatch):
+def test_the_seconds_of_head_and_loss_are_those_of_both_directions(device, monkeypatch):
     """A second passes from one look at the clock to the next one."""
     monkeypatch.setattr("time.perf_counter", iter(map(float, range(99))).__next__)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", str)
-    clock, looks = Clock(torch.device(device)), []
-    body, head = torch.nn.Linear(3, 3).requires_grad_(not frozen), torch.nn.Linear(3, 1)
-    now = clock._now
-    monkeypatch.setattr(clock, "_now", lambda: looks.append(1) or now())
+    clock = Clock(torch.device(device))
     for _ in range(2):  # micro-batches
-        hidden = body(torch.ones(2, 3)).clone()
-        if not frozen:
-            hidden.grad_fn.register_hook(lambda *_: looks.append("body"))
+        hidden = torch.ones(3, requires_grad=True)
         with clock.head():
-            loss = head(hidden).sum()
+            loss = hidden.sum()
         clock.head_backward(loss, hidden)
         (loss * 2).backward()
-    assert clock.head_seconds == (2.0 if frozen else 4.0)
-    assert looks == ([1, 1] * 2 if frozen else [1, 1, 1, 1, "body"] * 2)
+    assert clock.head_seconds == 4.0

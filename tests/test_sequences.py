@@ -23,10 +23,7 @@ ROWS = (
     ("end_ids", "column"),
     (
         (END, 1),
-        (np.int64(END), 1),
         (torch.tensor(END), 1),
-        ([END, OTHER], 2),
-        ({END, OTHER}, 2),
         (np.array([OTHER, END]), 2),
         (torch.tensor([END, OTHER], dtype=torch.int32), 2),
     ),

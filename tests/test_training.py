@@ -12,31 +12,22 @@ from grpo_kernels.explain import runs
 from grpo_kernels.explain.records import read_rows
 from grpo_kernels.loss.losses import Sapo
 from grpo_kernels.training import Completion, load_model
-from grpo_kernels.training.problems import prompts
 from grpo_kernels.training.run import checkpoint
 from grpo_kernels.training.run.observers import Observer
-from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import (
     FakeRollout,
-    assert_same_weights,
     config_of,
     freeze_all_but,
     rows_of,
-    weights_of,
 )
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 def test_trains_and_reports(make, tiny_model, capsys):
-    class Engine(FakeRollout):
-        def update_weights(self):
-            pass
-
     trainer, seen = make(
-        eval_size=5, beta=0.05, save_model=True, show_every=1, is_correction="token_truncate",
-        epochs_per_rollout=2, minibatches=2, eval_every=1, micro_batch_size=3,
-        rollout=lambda _: Engine((6, 1, 3), logps=-5.5),
+        eval_size=5, beta=0.05, save_model=True, is_correction="token_truncate", eval_every=1,
+        rollout=lambda _: FakeRollout((6, 1, 3), logps=-5.5),
     ), []  # fmt: skip
     folder = trainer.train(lambda row, samples: seen.append((row, samples)))
     rows, evaluations, answers = (
@@ -53,11 +44,11 @@ def test_trains_and_reports(make, tiny_model, capsys):
     } <= set(rows[0])  # fmt: skip
     for row in rows:
         parts = ("sync", "generate", "reward", "score", "train")
-        assert row["seconds"] == pytest.approx(sum(row[f"seconds/{name}"] for name in parts))
+        total = sum(row.get(f"seconds/{name}", 0) for name in parts)
+        assert row["seconds"] == pytest.approx(total)
         assert 0 < row["seconds/head"] < row["seconds/train"] and row["seconds/page"] > 0
-    page, said = (folder / "report.html").read_text(), capsys.readouterr().out
-    assert not re.search(r"(src|href)=.?(https?:)?//", page)
-    assert "seconds/sync" in page and "sampler_gap_max" in page
+    assert not re.search(r"(src|href)=.?(https?:)?//", (folder / "report.html").read_text())
+    said = capsys.readouterr().out
     assert "held-out accuracy 0.0% (95 %: 0.0% to 43.4%) of 5" in said
     before, after = map(AutoModelForCausalLM.from_pretrained, (tiny_model, folder / "model"))
     for (name, p), q in zip(before.named_parameters(), after.parameters(), strict=True):
@@ -71,14 +62,6 @@ def test_frozen_weights_are_not_copied_for_the_reference(make):
     copied = dict(trainer.reference.copy.named_parameters())
     same = {n for n, p in trainer.policy.named_parameters() if p.data_ptr() == copied[n].data_ptr()}
     assert any("layers.0" in n for n in same) and not any("layers.1" in n for n in same)
-
-
-def test_a_reference_may_have_other_names_of_added_tokens(make, tmp_path):
-    make_model("llama").save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(path.read_text().replace("<eos>", "<end>"))
-    make(beta=0.1, ref_model=str(tmp_path))
 
 
 def test_a_minibatch_without_gradient_is_not_encoded_and_loses_no_metric(make):
@@ -104,8 +87,6 @@ def test_a_run_goes_on_by_the_repr_of_its_loss(make):
     folder = make(steps=1, **instance).train()
     recorded = json.loads((folder / "config.json").read_text())["loss_type"]
     assert recorded == "Sapo(temperature_pos=1.0, temperature_neg=1.3)"
-    named = {"loss_type": "sapo", "sapo_temperature_neg": 1.3}
-    assert rows_of(folder) == rows_of(make(name="named", steps=1, **named).train())
     make(resume=True, **instance).train()
     assert len(rows_of(folder)) == 2
     with pytest.raises(ValueError, match=r"loss_type: was 'Sapo.*1\.3.*', is 'Sapo.*1\.05"):
@@ -115,16 +96,11 @@ def test_a_run_goes_on_by_the_repr_of_its_loss(make):
 # Problems, answers and tokens
 
 
-def test_problems_may_have_no_answer_or_any(make):
-    """Answers are checked only where the library itself compares them."""
+def test_problems_may_have_no_answer(make):
     some = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}]
     some += [{"prompt": x} for x in "cde"]
-    odd = [{"prompt": x, "answer": answer} for x, answer in (("a", "1"), ("b", 0.5))]
-    others = [{**problem, "prompt": f"{problem['prompt']}!"} for problem in odd]
-    own = {"is_correct": lambda text, right: right == 0.5}
-    for name, parts, options in (("none", (some, ()), {}), ("any", (odd * 2, others), own)):
-        (row,) = rows_of(make(name=name, steps=1, problems=parts, **options).train())
-        assert ("accuracy" in row) == (parts[1] != ())
+    (row,) = rows_of(make(steps=1, problems=(some, ())).train())
+    assert "accuracy" not in row
 
 
 def test_held_out_problems_are_never_trained_on(make, capsys):
@@ -158,19 +134,6 @@ def test_special_tokens_are_text_but_for_those_that_end_begin_or_pad(make, tiny_
     assert make(model, tokenizer).sampler.texts(done) == expected
 
 
-def test_prompts_are_tokenized_once():
-    tokenizer, calls = make_tokenizer(), []
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
-    template = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda *a, **k: calls.append(1) or template(*a, **k)
-    encode = prompts.PromptEncoder(tokenizer, chat=True, vocabulary=len(tokenizer))
-    messages = [{"role": "system", "content": "a"}]
-    for prompt, text in (("hi", "<user>hi:"), (messages, "<system>a:"),
-                         (repr(messages), f"<user>{messages}:")) * 2:  # fmt: skip
-        assert tokenizer.decode(encode({"prompt": prompt})) == text
-    assert len(calls) == 3
-
-
 # Who looks on
 
 
@@ -198,20 +161,6 @@ def test_trackers_get_every_step(make):
     assert calls == ["t", *((step, True, *has) for step, *has in steps), "finished"]
     assert all(isinstance(x, (int, float, str, type(None))) for x in options.values())
     assert (options["stop"], options["loss_options"], options["steps"]) == ("a, b", "{}", 2)
-
-
-def test_a_run_that_nobody_looks_at_trains_the_same(make):
-    options = {"eval_size": 3, "eval_every": 1, "save_every": 1, "steps": 4}
-    seen, alone = make(name="seen", **options), make(name="alone", **options)
-    alone.run.observers.clear()
-    folders = [seen.train(), alone.train()]
-    assert_same_weights(weights_of(alone), weights_of(seen))
-    assert {path.name for path in folders[1].iterdir()} == {
-        ".lock", "checkpoints", "config.json", "metrics.jsonl", "evaluations.jsonl",
-        "answers.jsonl", "held_out.jsonl", "trained_on.json",
-    }  # fmt: skip
-    kept = [len([*(folder / "checkpoints").iterdir()]) for folder in folders]
-    assert kept[0] == kept[1] in (2, 3)
 
 
 def test_observers_that_fail_end_no_run(make, monkeypatch, capsys):
@@ -248,22 +197,26 @@ def test_observers_that_fail_end_no_run(make, monkeypatch, capsys):
         assert said.count(f"{name} failed ({error.__name__}: not today)") == 1, name
 
 
-@pytest.mark.parametrize("error", (ConnectionError, SystemExit))
-def test_a_terminal_that_was_closed_ends_no_run(error, make, monkeypatch):
+def test_a_terminal_that_was_closed_ends_no_run(make, monkeypatch):
     def fails(*_, **__):
-        raise error
+        raise SystemExit
 
     monkeypatch.setattr("tqdm.tqdm.write", fails)
     folder = make().train()
     assert len(rows_of(folder)) == 2 and (folder / "report.html").exists()
 
 
-def test_who_looks_on_gets_a_row_of_its_own(make):
-    trainer, seen = make(steps=2), []
+def test_who_looks_on_gets_rows_and_problems_of_its_own(make):
+    some = [{"prompt": x, "answer": [x]} for x in "abcde"]
+    trainer, seen = make(problems=(some[:4], some[4:]), is_correct=lambda text, right: True), []
 
     class Changes(Observer):
         def step(self, row, samples):
             row.clear()
+
+        def evaluation(self, step, evaluation):
+            for row in evaluation.answers:
+                row["answer"].clear()
 
     class Sees(Observer):
         def step(self, row, samples):
@@ -271,4 +224,4 @@ def test_who_looks_on_gets_a_row_of_its_own(make):
 
     trainer.run.observers[:] = [Changes(trainer.config), Sees(trainer.config)]
     trainer.train(lambda row, _: seen.append(row["step"]))
-    assert seen == [1, 1, 2, 2]
+    assert seen == [1, 1, 2, 2] and trainer.held_out == [{"prompt": "e", "answer": ["e"]}]

@@ -172,7 +172,8 @@ OF_THE_LOSS = {x.name for x in fields(GRPOLossConfig)} - {
     "loss_type", "loss_options", "scale_rewards", "beta", "epsilon", "kl_estimator",
     "top_entropy_quantile", "entropy_coef", "max_completion_length", *NO_LOGPS,
 }  # fmt: skip
-# The settings of the fast tests: one for each option, which it meets, and no other.
+# The settings of the fast tests: one for each option, which it meets, and no other; of the loss
+# types the first alone.
 MEETS = {
     "turns": {
         "loss_type", "aggregation", "minibatches", "skip_untrained", "micro_batch_size",
@@ -195,7 +196,9 @@ MEETS["plain"] = TABLE.keys() - OF_THE_LOSS - MEETS["turns"] - MEETS["lora"] - M
 @pytest.mark.parametrize(("case", "setting"), [
     pytest.param(
         case, setting,
-        marks=[pytest.mark.slow] * (case.partition("-")[0] not in MEETS[setting]),
+        marks=[pytest.mark.slow] * (
+            case.partition("-")[0] not in MEETS[setting] or case.startswith("loss_type-")
+        ),
     )
     for case in cases() for setting in SETTINGS
 ])  # fmt: skip

@@ -14,7 +14,6 @@ from typing import Literal
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 
 from grpo_kernels.base.hints import ELSEWHERE
 from grpo_kernels.training import (
@@ -23,12 +22,10 @@ from grpo_kernels.training import (
     parse_config,
 )
 from grpo_kernels.training import __main__ as training_command
-from grpo_kernels.training.checks import check_host, start
 from grpo_kernels.training.config import DTYPES
 from grpo_kernels.training.run import ranks
 from grpo_kernels.training.run.ranks import make_accelerator
 from tests.helpers import trainer_runs
-from tests.helpers.fake_vllm import install
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,9 +56,6 @@ def test_a_launcher_s_environment_is_none_of_a_run_s(monkeypatch):
     for value in ("", "1"):
         monkeypatch.setenv("WORLD_SIZE", value)
         assert make_accelerator(config_of()).num_processes == 1
-    install(monkeypatch)  # vLLM's log-probs may correct
-    start(config_of(rollout="vllm", is_correction="token_truncate"), own_rollout=False)
-    check_host(config_of(rollout="vllm", vllm_enable_sleep_mode=True), on_cpu=False)
 
 
 # Flags and files
@@ -123,63 +117,22 @@ def test_one_value_is_a_list_of_one(tmp_path):
 def test_the_home_folder_is_written_out_in_every_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     paths = {name: f"~/{name}" for name in ("model", "ref_model", "dataset", "output")}
-    for config in (
-        TrainingConfig(beta=0.1, **paths),
-        parse_config(["--beta=0.1", *(f"--{name}={path}" for name, path in paths.items())]),
-    ):
-        assert {name: getattr(config, name) for name in paths} == {
-            name: f"/home/me/{name}" for name in paths
-        }
-
-
-# Options of TRL 1.16, verl, OpenRLHF, Stable-Baselines3, vLLM and tutorials that have another name
-# here, or none.
-FOREIGN = """
-adv_estimator attn_implementation batch_size beta1 bf16 clip_eps clip_range clip_ratio
-clip_ratio_high cliprange dataset_name dataset_split deepspeed device entropy_coeff epochs eps_clip
-epsilon_low eta eval_steps eval_strategy experiment_name fp16 fsdp gae_lambda gamma grad_clip
-gradient_accumulation_steps iters kl_coef kl_loss_coef load_in_4bit logging_steps lora_dropout
-lora_r lr lr_scheduler_type max_new_tokens max_response_length max_steps max_tokens
-model_name_or_path model_revision mu n_samples num_epochs num_iterations num_return_sequences
-num_train_epochs optim output_dir per_device_train_batch_size ppo_epochs push_to_hub
-ref_model_mixup_alpha ref_model_sync_steps report_to resume_from_checkpoint revision reward_funcs
-reward_model rollout_batch_size run_name save_steps save_total_limit target_kl tokenizer
-train_batch_size train_file use_liger_kernel use_lora use_peft use_vllm wandb_project warmup_ratio
-"""
+    config = TrainingConfig(beta=0.1, **paths)
+    assert all(getattr(config, name) == f"/home/me/{name}" for name in paths)
 
 
 def test_names_that_people_bring_have_a_hint():
-    """Each is an option elsewhere and none here, and the page quotes one of them."""
-    assert not {*FOREIGN.split()} - {*ELSEWHERE}
-    assert [*ELSEWHERE] == sorted(ELSEWHERE)
-    page = (ROOT / "docs" / "training.md").read_text()
-    shown, quoted = re.search(r"^--(\w+) does not exist here\. (.*)$", page, re.M).groups()
-    assert quoted == ELSEWHERE[shown]
+    """Each is an option elsewhere and none here."""
     options = TrainingConfig.__dataclass_fields__
     for name, instead in ELSEWHERE.items():
         option = re.match(r"Set (\w+)", instead)
         assert name not in options and (option is None or option[1] in options), name
 
 
-# Groups of `--help`, each with one of its options.
-GROUPS = {
-    "Model": "lora_rank", "Data and rewards": "rewards", "Sampling": "temperature",
-    "Loss": "epsilon",
-    "Updates": "learning_rate", "Logs and checkpoints": "save_every", "This command": "high",
-    "Options of some loss types only": "sapo_temperature_pos",
-}  # fmt: skip
-
-
-def test_every_option_is_explained_in_its_group(capsys):
+def test_every_option_is_explained(capsys):
     with pytest.raises(SystemExit):
         parse_config(["--help"], kind=Own)
-    printed = capsys.readouterr().out
-    titles = re.findall(r"^(\S.*):$", printed, re.MULTILINE)
-    assert titles == ["options", *GROUPS]
-    texts = re.split(r"^\S.*:$", printed, flags=re.MULTILINE)[2:]
-    for text, (title, name) in zip(texts, GROUPS.items(), strict=True):
-        assert f"--{name} " in text, title
-    words = " ".join(printed.split())
+    words = " ".join(capsys.readouterr().out.split())
     assert "Weight of the KL to the reference policy" in words and "(type:" not in words
     # A name, its values, its text.
     option = r"--(\w+)(?: X(?:, --\w+\+ X)?| \[X \.\.\.\]| \{.*?\}|, --no_\w+) "
@@ -190,21 +143,6 @@ def test_every_option_is_explained_in_its_group(capsys):
 
 
 # The command
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "takes"),
-    (("training", "[FILE.yaml]"), ("training.evaluate", "RUN_FOLDER"), ("training.memory", "[FILE"))
-)  # fmt: skip
-def test_a_command_names_itself_and_does_not_warn(module, takes):
-    command = f"python -m grpo_kernels.{module}"
-    done = subprocess.run(
-        [sys.executable, *command.split()[1:], "run", "--modell", "m"], capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert done.returncode == 2 and "RuntimeWarning" not in done.stderr
-    assert done.stderr.startswith(f"usage: {command} {takes}")
 
 
 @pytest.mark.usefixtures("real_memory")
@@ -237,26 +175,14 @@ def test_errors_of_users_are_a_sentence_and_others_are_raised(monkeypatch, capsy
 COMMAND = "import runpy; sys.argv[0] = '-m'; runpy.run_module('grpo_kernels.training')"
 
 
-@pytest.mark.parametrize(
-    ("missing", "text", "begins", "status"),
-    (
-        ("accelerate", "import grpo_kernels.training", "ImportError: ", 1),
-        ("jsonargparse", COMMAND, "error: ", 2),
-    ),
-    ids=("import", "command"),
-)
-def test_a_missing_extra_is_named(missing, text, begins, status):
-    code = f"import sys; sys.modules['{missing}'] = None; import grpo_kernels\n{text}"
+def test_a_missing_extra_is_named():
+    code = f"import sys; sys.modules['jsonargparse'] = None; import grpo_kernels\n{COMMAND}"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
         env={"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    *before, last = run.stderr.strip().split("\n")
-    expected = f"grpo_kernels.training needs {missing}: pip install -e '.[train]' in the checkout"
-    assert run.returncode == status and last == f"{begins}{expected}"
-    assert status == 1 or not before
-    extra = (ROOT / "pyproject.toml").read_text().split("\ntrain = [")[1].split("\n]")[0]
-    assert f'"{missing}>=' in extra
+    expected = "grpo_kernels.training needs jsonargparse: pip install -e '.[train]' in the checkout"
+    assert (run.returncode, run.stderr.strip()) == (2, f"error: {expected}")
 
 
 @pytest.mark.parametrize(
@@ -292,31 +218,20 @@ def test_a_dtype_is_that_of_weights_and_gemms(dtype, weights, autocast, gemms, m
 # What `accelerate launch` may have put there, but for what is refused.
 ENVIRONMENT = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_DYNAMO_BACKEND": "EAGER",
-    "ACCELERATE_DYNAMO_MODE": "max-autotune", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "true",
-    "ACCELERATE_DYNAMO_USE_DYNAMIC": "true", "ACCELERATE_MIXED_PRECISION": "bf16",
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true", "ACCELERATE_DOWNCAST_BF16": "true",
-    "ACCELERATE_GRADIENT_CLIPPING": "0.1", "ACCELERATE_BYPASS_DEVICE_MAP": "true",
-    "ACCELERATE_DEBUG_MODE": "true", "ACCELERATE_ALLOW_CP_STANDALONE": "true",
-    "ACCELERATE_INIT_INCLUDE_BUFFERS": "true", "ACCELERATE_FP8_BACKEND": "NO",
-    "ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "2", "PARALLELISM_CONFIG_CP_SIZE": "2",
+    "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_CLIPPING": "0.1",
 }  # fmt: skip
 
 
 def test_the_environment_changes_neither_gradients_nor_names(make, tmp_path, monkeypatch, capsys):
     AcceleratorState._reset_state(reset_partial_state=True)  # which has what it read before
-    plain = make(name="plain", save_model=True).train()
-    said = capsys.readouterr().out
+    plain = make(name="plain").train()
     AcceleratorState._reset_state(reset_partial_state=True)
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     try:
-        other = make(name="other", save_model=True).train()
+        other = make(name="other").train()
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
     assert trainer_runs.rows_of(other) == trainer_runs.rows_of(plain)
-    saved, expected = (load_file(x / "model" / "model.safetensors") for x in (other, plain))
-    assert saved.keys() == expected.keys()
-    assert all(torch.equal(saved[name], expected[name]) for name in saved)
-    lines = capsys.readouterr().out
-    for text in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", "ACCELERATE_DYNAMO_BACKEND=eager"):
-        assert f"{text} is not used: " in lines and text not in said
+    said = capsys.readouterr().out
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4 is not used: " in said

@@ -101,21 +101,6 @@ def test_a_rollout_may_ask_for_the_problems(make):
 # The example
 
 
-@pytest.mark.parametrize(
-    ("text", "put_in"),
-    (
-        ("<calc>12*7</calc>", "\n<result>84</result>\n"),
-        ("so <calc> 12 * 7 </calc>", "\n<result>84</result>\n"),
-        ("<calc>12*7</calc> and", ""),
-        ("<calc>12+7</calc>", ""),
-        ("<calc>12*7", ""),
-        ("", ""),
-    ),
-)
-def test_calls_are_answered(text, put_in):
-    assert tool_use.answer_to(text) == put_in
-
-
 class Scripted:
     """Says the next of its texts for each prompt, up to the room that there is."""
 
@@ -158,14 +143,3 @@ def test_a_completion_may_call_several_times():
     assert torch.equal(called.support.token_ids, kept(own_ids).token_ids)
     assert called.support.offsets.diff().tolist() == [2 * mine for mine in called.sampled]
     assert tokenizer.decode(other.token_ids) == "<answer>5</answer>" and all(other.sampled_flags)
-
-
-@pytest.mark.parametrize("most", (17, 30, 39, 40, 42))
-def test_there_is_room_for_what_is_put_in(most):
-    tokenizer = make_tokenizer()
-    inner = Scripted(tokenizer, "<calc>8*17</calc>", *["<answer>136</answer>"] * 5)
-    rollout = tool_use.WithCalculator(inner, tokenizer)
-    (one,) = rollout([[65]], 1, SamplingParams(most, stop=("</answer>",)))
-    assert len(one.sampled_flags) == len(one.token_ids) <= most
-    # A result that the model cannot go on from is not put in.
-    assert all(one.sampled_flags) == (most <= 39)

