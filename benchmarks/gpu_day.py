@@ -50,7 +50,7 @@ from benchmarks.contenders import BASELINE, CONTENDERS, trl_logps
 from benchmarks.workloads import Workload, make
 from grpo_kernels import doctor, linear_logprobs
 from grpo_kernels.head.products import addmm, new_buffers
-from grpo_kernels.kernels import LogitTransform, select_backend
+from grpo_kernels.kernels import LogitTransform, TokenStats, select_backend
 
 ROOT = Path(__file__).parents[1]
 V, ODD_V = 151_936, 151_669  # the second is what `weight[:V]` leaves of a padded head
@@ -317,10 +317,31 @@ def sweep(day: Day) -> Rows:
 
 
 def exp_gemm(day: Day, N: int, H: int) -> Rows:
-    """Compares the experiment's GEMM with float64, on an odd V, and times it beside two others."""
-    from benchmarks.exp_gemm import rows
+    """Compares the experiment's GEMM with float64, on an odd V, and times it beside a plain one."""
+    from benchmarks.exp_gemm import LARGEST, SMALL, TILES, Tile, errors, exp_gemm, operands
 
-    yield from rows(day, N, V, H, ODD_V)
+    M, H, columns, odd = (day.size(*x) for x in ((N, 40), (H, 24), (V, 206), (ODD_V, 203)))
+    dtype = torch.bfloat16 if day.large else torch.float32
+    hidden, peaked, weight, targets = operands(M, odd, H, day.device, dtype)
+    aligned = torch.cat([weight, weight[: columns - odd]])
+    (exps,) = new_buffers(hidden, columns, [(M, dtype)])
+    out = TokenStats.empty(hidden, entropy=True, total=True)
+    right: dict[str, Run] = {"mm": partial(torch.mm, hidden, aligned.T, out=exps)}
+
+    def checked(tile: Tile) -> Row:
+        x = peaked, weight, targets, exps[:, :odd], out
+        exp_gemm(*x, tile=tile)
+        off = errors(*x)
+        good = all(error <= LARGEST for error in off.values())  # a NaN is not
+        return {"errors": off, "status": "right" if good else "wrong"}
+
+    major = torch.cuda.get_device_capability()[0] if day.large else 0
+    for tile in TILES.get(major, TILES[8]) if day.large else SMALL:
+        row = day.row(f"exp_gemm, {tuple(tile)}", (M, odd, H), partial(checked, tile))
+        if row["status"] == "right":
+            right[row["run"]] = partial(exp_gemm, hidden, aligned, targets, exps, out, tile=tile)
+        yield row
+    yield from day.times((M, columns, H), right)
 
 
 def model(day: Day) -> Rows:
