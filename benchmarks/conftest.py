@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Generator
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.contenders import CONTENDERS
-from benchmarks.cost_model import shape
-from benchmarks.measure import header, table
+from benchmarks.measure import add_device_and_shape, header, table
 
 COLUMNS = ["median", "min", "max", "rounds"]
 GROUPS = pytest.StashKey[list[Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.addoption("--rounds", type=int, default=3, help="of each contender (default: 3)")
-    parser.addoption("--device", default=default, help=f"cpu or cuda (default: {default})")
-    parser.addoption(
-        "--shape", type=shape, metavar="N,V,H", help="of every workload (default: their own)"
-    )
+    add_device_and_shape(parser.addoption, "--shape")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if importlib.util.find_spec("pytest_benchmark") is None:
-        raise pytest.UsageError("pytest-benchmark is not installed: pip install -e '.[test]'")
     # Threads that spin at barriers take four times as long beside another process.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if getattr(config.option, "benchmark_columns", None) is None:

@@ -99,14 +99,9 @@ class Day:
         slow = self.large and torch.cuda.get_device_capability() not in FLOAT64
         return torch.float32 if slow else torch.float64
 
-    def wait(self) -> None:
-        """Waits for the device."""
-        if self.large:
-            torch.cuda.synchronize()
-
     def ms(self, run: Run, repeat: int = 1) -> tuple[float, float]:
         """Returns milliseconds per call on the device, and of the CPU until all is launched."""
-        self.wait()
+        measure.wait(self.device)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2 if self.large else 0)]
         start = time.perf_counter()
         for event in events[:1]:
@@ -116,7 +111,7 @@ class Day:
         for event in events[1:]:
             event.record()
         host = 1e3 * (time.perf_counter() - start) / repeat
-        self.wait()
+        measure.wait(self.device)
         return (events[0].elapsed_time(events[1]) / repeat if events else host), host
 
     def row(self, name: str, shape: Sequence[int], known: Callable[[], Row]) -> Row:
@@ -209,7 +204,7 @@ def call(
     def checked(name: str, run: Run) -> Row:
         begin = time.perf_counter()
         got = run()
-        day.wait()
+        measure.wait(day.device)
         first_s = time.perf_counter() - begin  # imports and compilers, too
         return {"first_s": first_s, **errors_of(got, true, rounded="ours" not in name)}
 
@@ -230,7 +225,7 @@ def trace(day: Day, run: Run) -> Row:
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if day.large else [])]
     with profile(activities=kinds, record_shapes=True) as profiler:
         run()
-        day.wait()
+        measure.wait(day.device)
     kernels: dict[str, list[float]] = {}
     products: dict[str, list[float]] = {}
     spans = []

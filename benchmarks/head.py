@@ -34,9 +34,9 @@ from tqdm import tqdm
 
 from benchmarks.checks import TOLERANCE, check, has_times, right, step_error, truth_of, whole_step
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS, contenders_of
-from benchmarks.cost_model import shape
 from benchmarks.measure import (
     FLOOR,
+    add_device_and_shape,
     alone,
     measure_memory,
     new_result,
@@ -47,7 +47,7 @@ from benchmarks.measure import (
     take_turn,
     write_json,
 )
-from benchmarks.workloads import SYNTHETIC, TRUNCATED, WORKLOADS, Workload, make
+from benchmarks.workloads import TRUNCATED, WORKLOADS, Workload, make
 
 Row = dict[str, Any]
 
@@ -117,28 +117,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"batches to measure, among {', '.join(WORKLOADS)}; benchmarks/workloads.py describes "
         f"them; support: the last {len(TRUNCATED)} (default: {' '.join(default)})",
     )  # fmt: skip
-    parser.add_argument(
-        "--shapes", type=shape, metavar="N,V,H",
-        help="tokens, vocabulary and hidden size of synthetic workloads (default: their own)",
-    )  # fmt: skip
+    add_device_and_shape(parser.add_argument, "--shapes")
     parser.add_argument(
         "--peers", nargs="*", metavar="NAME",
         help="measure only peers whose name begins with NAME, beside eager and this library "
         "(default: all; without NAME: none)",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds: expected at least 1; got {args.rounds}")
     args.workload = [
         name for x in args.workload for name in (TRUNCATED if x == "support" else (x,))
     ]
-    fixed = [name for name in args.workload if name not in SYNTHETIC]
-    if args.shapes and fixed:
-        parser.error(f"--shapes: expected synthetic workloads only; got {', '.join(fixed)}")
     peers = tuple(peer.lower() for peer in ([""] if args.peers is None else args.peers))
-    for peer in peers:
-        if not any(name.lower().startswith(peer) for name in CONTENDERS):
-            parser.error(f"--peers: expected the beginning of {', '.join(CONTENDERS)}; got {peer}")
     always = (BASELINE, *OURS)
     args.contenders = [n for n in CONTENDERS if n in always or n.lower().startswith(peers)]
     return args

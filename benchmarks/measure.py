@@ -46,6 +46,12 @@ Loss = Callable[[Workload], Tensor]
 T = TypeVar("T")
 
 
+def wait(device: torch.device) -> None:
+    """Waits until a GPU has done what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class PeakMemory:
     """Measures a `with` block; afterwards `extra_bytes` is the peak beyond the memory at its start.
 
@@ -61,8 +67,8 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         self._start: int | None = None
+        wait(self.device)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._start = torch.cuda.memory_allocated(self.device)
         else:
@@ -74,8 +80,8 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         if self._start is None:
             return
+        wait(self.device)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             peak = torch.cuda.max_memory_allocated(self.device)
         else:
             peak = _peak_resident_bytes()
@@ -132,12 +138,10 @@ def step(loss: Loss, w: Workload) -> Tensor:
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
     """Returns the seconds that one call takes, and its result."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     start = time.perf_counter()
     result = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     return time.perf_counter() - start, result
 
 
@@ -335,21 +339,31 @@ def output_of(*command: str) -> str:
     return run.stdout.strip()
 
 
-def parser_of(
-    module: str, doc: str | None, *, rounds: int = 0, cpu: bool = False
-) -> argparse.ArgumentParser:
-    """Returns a parser with --json, with --device but on a `cpu`, and --rounds with a default."""
+def parser_of(module: str, doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """Returns a parser with --json, and --rounds with a default."""
     about = (doc or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
-    if not cpu:
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        parser.add_argument("--device", default=default, help=f"cpu or cuda (default: {default})")
     parser.add_argument("--json", type=Path, help="also write every measurement to this file")
-    if rounds:
-        parser.add_argument(
-            "--rounds", type=int, default=rounds, help=f"measured rounds (default: {rounds})"
-        )
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help=f"measured rounds (default: {rounds})"
+    )
     return parser
+
+
+def add_device_and_shape(add: Callable[..., Any], name: str) -> None:
+    """Adds --device, and an option for tokens, vocabulary and hidden size."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=default, help=f"cpu or cuda (default: {default})")
+    about = "tokens, vocabulary and hidden size of synthetic workloads (default: their own)"
+    add(name, type=shape, metavar="N,V,H", help=about)
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    """Parses "N,V,H"."""
+    N, V, H = (int(part) for part in text.split(","))
+    if min(N, V, H) < 1:
+        raise ValueError
+    return N, V, H
 
 
 def version(package: str) -> str:
