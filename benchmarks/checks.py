@@ -147,7 +147,7 @@ def errors_of(
     off: dict[str, float] = {}
     for name, x, y in zip(LARGEST, got, true, strict=False):
         if x is not None:
-            delta = x.detach().double().view_as(y) - y
-            off[name] = float(delta.abs().max() if name == "logps" else delta.norm() / y.norm())
+            x = x.detach().view_as(y)
+            off[name] = float((x - y).abs().max()) if name == "logps" else _relative_error(x, y)
     ok = all(x <= (ROUNDED if rounded else LARGEST[name]) for name, x in off.items())
     return {"errors": off, "status": "right" if ok else "wrong"}

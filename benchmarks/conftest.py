@@ -27,12 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.benchmark_columns = COLUMNS
 
 
-def about(config: pytest.Config) -> dict[str, Any]:
-    return header(config.getoption("--device"))
-
-
 def pytest_report_header(config: pytest.Config) -> str:
-    values = about(config)
+    values = header(config.getoption("--device"))
     values |= values.pop("peers")
     return " | ".join(f"{name}: {value}" for name, value in values.items())
 
@@ -41,7 +37,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_benchmark_update_machine_info(
     config: pytest.Config, machine_info: dict[str, Any]
 ) -> None:
-    values = about(config)
+    values = header(config.getoption("--device"))
     del values["commit"]  # which is in `commit_info`; here, runs of two commits would not compare
     machine_info.update(values)
 

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.contenders import BASELINE
 from benchmarks.gpu_costs import (
-    BASELINE,
     BEST,
     DEVICES,
     HOPPER_ONLY,

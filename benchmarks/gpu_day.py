@@ -221,30 +221,20 @@ def call(
 
 
 def trace(day: Day, run: Run) -> Row:
-    """Returns milliseconds and launches of each kernel and product, and the GPU's idle time."""
+    """Returns milliseconds and launches of each kernel, and the GPU's idle time."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if day.large else [])]
-    with profile(activities=kinds, record_shapes=True) as profiler:
+    with profile(activities=kinds) as profiler:
         run()
         measure.wait(day.device)
     kernels: dict[str, list[float]] = {}
-    products: dict[str, list[float]] = {}
-    spans = []
-    for event in profiler.events() or ():
-        if "CUDA" in str(event.device_type):
-            spans.append(event.time_range)
-            taken, place = spans[-1].elapsed_us(), kernels.setdefault(event.name[:80], [0.0, 0])
-        elif event.name in ("aten::mm", "aten::addmm"):
-            name = f"{event.name} {[x for x in event.input_shapes if x]}"
-            place = products.setdefault(name, [0.0, 0])
-            taken = sum(kernel.duration for kernel in event.kernels)
-        else:
-            continue
-        place[0], place[1] = place[0] + taken / 1e3, place[1] + 1
-    busy = sum(ms for ms, _ in kernels.values())
-    span = max((x.end for x in spans), default=0) - min((x.start for x in spans), default=0)
+    events = [x for x in profiler.events() or () if "CUDA" in str(x.device_type)]
+    for event in events:
+        place = kernels.setdefault(event.name[:80], [0.0, 0])
+        place[0], place[1] = place[0] + event.time_range.elapsed_us() / 1e3, place[1] + 1
+    busy, times = sum(ms for ms, _ in kernels.values()), [event.time_range for event in events]
+    span = max((x.end for x in times), default=0) - min((x.start for x in times), default=0)
     most = dict(sorted(kernels.items(), key=lambda item: -item[1][0])[:14])
-    return {"busy_ms": busy, "idle_ms": span / 1e3 - busy, "launches": len(spans),
-            "kernels": most, "products": products}  # fmt: skip
+    return {"busy_ms": busy, "idle_ms": span / 1e3 - busy, "launches": len(events), "kernels": most}
 
 
 def device(day: Day) -> Rows:
