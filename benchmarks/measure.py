@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from benchmarks.contenders import BASELINE, CONTENDERS, IMPORTED
 from benchmarks.workloads import Workload
 
 FLOOR = "bare GEMMs"
-ERRORS = ("loss", "d_hidden", "d_weight", "step")
+ERRORS = ("loss", "d_hidden", "d_weight")
 # The GPU's memory is exhausted, or the system killed the process for want of memory.
 OUT_OF_MEMORY = (torch.OutOfMemoryError, BrokenProcessPool)
 # From malloc.h.
@@ -187,19 +187,35 @@ def load(path: Path, device: torch.device) -> Workload:
     return with_grad(_held[path])
 
 
-def gradient_norms(w: Workload) -> list[float]:
-    """Returns the norms of the gradients of the hidden states and the head; 0 where is none."""
-    gradients = [x.grad for x in (w.hidden, w.weight)]
-    return [0.0 if x is None else float(x.float().norm()) for x in gradients]
+class Truth(NamedTuple):
+    """The loss of a workload and its gradients, by the name of their error."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def gradients_of(w: Workload) -> dict[str, Tensor]:
+    """Returns the gradients of the hidden states and of a head that is not frozen."""
+    gradients = {"d_hidden": w.hidden.grad, "d_weight": w.weight.grad}
+    return {name: x for name, x in gradients.items() if x is not None}
+
+
+def relative_error(grad: Tensor, expected: Tensor) -> float:
+    """Returns the norm of the difference over that of what is expected."""
+    # In parts, so that a large head is in memory once in float64, not three times.
+    parts = zip(grad.split(4096), expected.split(4096), strict=True)
+    squares = sum(float((x - y).square().sum()) for x, y in parts)
+    return squares**0.5 / float(expected.norm())
 
 
 @contextmanager
-def stored(w: Workload) -> Iterator[Path]:
-    """Writes the workload to a temporary file, from which fresh processes load it."""
+def stored(w: Workload, truth: Truth) -> Iterator[Path]:
+    """Writes a workload and its truth to temporary files, from which fresh processes load them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload.pt"
         torch.save(vars(w.each(Tensor.detach)), path)
-        del w  # frees its memory for the measurement, if the caller drops it, too
+        torch.save(tuple(truth), path.with_name("truth.pt"))
+        del w, truth  # frees memory for the measurement, if the caller drops them, too
         yield path
 
 
@@ -235,18 +251,23 @@ def kept_step(name: str, path: Path, device: torch.device) -> tuple[float, float
     return seconds, 0.0 if loss is None else float(loss), faults
 
 
-def kept_norms(path: Path) -> list[float]:
-    """Returns the norms of the gradients of `kept_step`, in the same process."""
-    return gradient_norms(_held[path])
+def kept_errors(path: Path, loss: float) -> dict[str, float]:
+    """Returns the errors of `kept_step` in the same process: of the loss, relative of gradients."""
+    gradients = gradients_of(_held[path])
+    truth = Truth(*torch.load(path.with_name("truth.pt"), map_location=_held[path].hidden.device))
+    if gradients.keys() != truth.gradients.keys():
+        raise ValueError(f"gradients: expected {[*truth.gradients]}; got {[*gradients]}")
+    relative = {k: relative_error(x, truth.gradients[k]) for k, x in gradients.items()}
+    return {"loss": abs(loss - truth.loss), **relative}
 
 
-def take_turn(name: str, path: Path, device: torch.device) -> tuple[float, list[float]]:
-    """Runs steps until one takes no more memory; returns its seconds, and its loss and norms."""
+def take_turn(name: str, path: Path, device: torch.device) -> tuple[float, dict[str, float]]:
+    """Runs steps until one takes no more memory; returns its seconds and errors."""
     for number in range(_MOST_STEPS):
         seconds, loss, faults = kept_step(name, path, device)
         if number and faults < _FEW_FAULTS:
             break
-    return seconds, [loss, *gradient_norms(_held[path])]
+    return seconds, {} if name == FLOOR else kept_errors(path, loss)
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:

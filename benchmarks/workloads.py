@@ -98,20 +98,13 @@ class Workload:
 
     def sequences(self, which: slice | Tensor) -> Workload:
         """Returns some of the sequences, with the whole head."""
-        return self._part(lambda x: x[which])
-
-    def first(self, T: int) -> Workload:
-        """Returns the first T positions of each sequence, with the whole head."""
-        return self._part(lambda x: x if x.ndim == 1 else x[:, :T])
-
-    def _part(self, take: Callable[[Tensor], Tensor]) -> Workload:
         heads, support = [self.weight, *(self.teacher or ())[1:]], self.support
         part = replace(self, support=None).each(
-            lambda x: x if any(x is head for head in heads) else take(x)
+            lambda x: x if any(x is head for head in heads) else x[which]
         )
         if support is not None:
             numbers = torch.arange(self.targets.numel()).view_as(self.targets)
-            part.support = _support_of(support, take(numbers).flatten().tolist())
+            part.support = _support_of(support, numbers[which].flatten().tolist())
         return part
 
     def tiny(self) -> Workload:
