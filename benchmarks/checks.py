@@ -1,4 +1,4 @@
-"""What contenders are compared with: loss and gradients of a whole step in float64.
+"""Loss and gradients of a whole step in float64, which contenders are compared with.
 
 Ours have to be right. A peer's error is reported beside its time, as its own rounding may be above
 the limit.

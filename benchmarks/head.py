@@ -79,10 +79,8 @@ def measure(
     rows: dict[str, Row], path: Path, device: torch.device, rounds: int, limit: float
 ) -> None:
     """Adds times, errors and memory; the status of what raises an exception is the reason."""
-    timed = [name for name, row in rows.items() if has_times(name, row["status"])]
     for number in tqdm(range(rounds + 1), desc="rounds", disable=None):
-        for name in timed:
-            row = rows[name]
+        for name, row in rows.items():
             if not has_times(name, row["status"]):
                 continue
             try:
