@@ -1,6 +1,6 @@
 """Draws the README's chart from what `benchmarks.head` stored: time and memory beside peers.
 
-    python -m benchmarks.chart [benchmarks/results/cpu.json] [docs/head.svg]
+    python -m benchmarks.chart
 
 Bars are relative to eager PyTorch of the same run; the picture is light or dark as its reader is.
 """
@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import contenders
+
+BASELINE, OURS = contenders.BASELINE, contenders.OURS[0]
 # How a row is named in the picture.
 NAMES = {
-    "eager, log_softmax": "eager PyTorch",
+    BASELINE: "eager PyTorch",
     "eager, compiled": "eager, torch.compile",
     "TRL chunked head": "TRL 1.16, chunked head (CPU)",
     "Liger fused linear": "Liger 0.8.5, fused linear GRPO",
-    "ours, one pass": "fused_grpo_loss",
+    OURS: "fused_grpo_loss",
 }
-BASELINE, OURS = "eager, log_softmax", "ours, one pass"
 PANELS = (
     ("rollout", "The batch of a GRPO step"),
     ("smollm", "Every token counts"),
@@ -85,11 +86,6 @@ def drawn(rows: list[dict[str, Any]]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = sys.argv[1:] if argv is None else argv
-    source, target = [*args, *("benchmarks/results/cpu.json", "docs/head.svg")[len(args) :]]
-    Path(target).write_text(drawn(json.loads(Path(source).read_text())["rows"]))
-
-
 if __name__ == "__main__":
-    main()
+    stored = json.loads(Path("benchmarks/results/cpu.json").read_text())
+    Path("docs/head.svg").write_text(drawn(stored["rows"]))

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Generator
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.contenders import CONTENDERS
-from benchmarks.cost_model import shape
-from benchmarks.measure import header, table
+from benchmarks.measure import add_device_and_shape, header, table
 
 COLUMNS = ["median", "min", "max", "rounds"]
 GROUPS = pytest.StashKey[list[Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.addoption("--rounds", type=int, default=3, help="of each contender (default: 3)")
-    parser.addoption("--device", default=default, help=f"cpu or cuda (default: {default})")
-    parser.addoption(
-        "--shape", type=shape, metavar="N,V,H", help="of every workload (default: their own)"
-    )
+    add_device_and_shape(parser.addoption, "--shape")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if importlib.util.find_spec("pytest_benchmark") is None:
-        raise pytest.UsageError("pytest-benchmark is not installed: pip install -e '.[test]'")
     # Threads that spin at barriers take four times as long beside another process.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if getattr(config.option, "benchmark_columns", None) is None:
         config.option.benchmark_columns = COLUMNS
 
 
-def about(config: pytest.Config) -> dict[str, Any]:
-    return header(config.getoption("--device"))
-
-
 def pytest_report_header(config: pytest.Config) -> str:
-    values = about(config)
+    values = header(config.getoption("--device"))
     values |= values.pop("peers")
     return " | ".join(f"{name}: {value}" for name, value in values.items())
 
@@ -50,7 +37,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_benchmark_update_machine_info(
     config: pytest.Config, machine_info: dict[str, Any]
 ) -> None:
-    values = about(config)
+    values = header(config.getoption("--device"))
     del values["commit"]  # which is in `commit_info`; here, runs of two commits would not compare
     machine_info.update(values)
 

@@ -1,7 +1,6 @@
 """Predicts milliseconds per step of the head with its loss on GPUs, from bytes, FLOPs and launches.
 
-    python -m benchmarks.cost_model [--device H200 A100] [--shapes 16384,151936,896]
-    python -m benchmarks.cost_model --markdown benchmarks/results/predicted.md
+    python -m benchmarks.cost_model [--markdown benchmarks/results/predicted.md]
 
 Nothing here is measured; `benchmarks/gpu_costs.py` says what is counted. A method's time is a list
 of named terms, so that a run on a GPU (`benchmarks.gpu_day`) refutes terms and not one total. The
@@ -12,15 +11,15 @@ that others have published, and its errors stand beside every prediction.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.contenders import BASELINE
 from benchmarks.gpu_costs import (
-    BASELINE,
     BEST,
     DEVICES,
     HOPPER_ONLY,
@@ -124,22 +123,22 @@ def error_of_the_model() -> str:
     )
 
 
-def render(devices: Iterable[str], shapes: Sequence[Shape]) -> str:
+def render() -> str:
     """Returns the tables: predictions by device, and the calibration."""
-    titles = " | ".join(f"H = {H:,}, N = {N:,}" for N, _, H in shapes)
+    titles = " | ".join(f"H = {H:,}, N = {N:,}" for N, _, H in SHAPES)
+    (V,) = {V for _, V, _ in SHAPES}
     lines = [
-        f"V = {', '.join(sorted({f'{V:,}' for _, V, _ in shapes}))}; bf16. In brackets: x bare"
+        f"V = {V:,}; bf16. In brackets: x bare GEMMs, and the range from the best guesses to the "
+        "worst."
     ]
-    lines[0] += " GEMMs, and the range from the best guesses to the worst."
-    devices = list(devices)
-    for name in devices:
+    for name in SHOWN:
         lines += ["", f"**{name}, predicted ms.** {error_of_the_model()}", ""]
-        lines += [f"| | {titles} |", "|---" * (len(shapes) + 1) + "|"]
+        lines += [f"| | {titles} |", "|---" * (len(SHAPES) + 1) + "|"]
         device = DEVICES[name]
         for title, method in METHODS.items():
-            cells = [absent(name, x, title) or cell(device, x, method) for x in shapes]
+            cells = [absent(name, x, title) or cell(device, x, method) for x in SHAPES]
             lines.append(f"| {title} | {' | '.join(cells)} |")
-    lines += _replay_table(devices)
+    lines += _replay_table()
     lines += ["", "The same model on figures that others have published (as ms):", ""]
     lines += [
         "| published | on | N, V, H | ms | predicted ms | error |",
@@ -151,7 +150,7 @@ def render(devices: Iterable[str], shapes: Sequence[Shape]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _replay_table(devices: Iterable[str]) -> list[str]:
+def _replay_table() -> list[str]:
     """Returns the table of the loss over the ids that a sampler kept, with a title."""
     N, V, H = REPLAY
     columns = ("forward", "dh", "dW", "writing dW")
@@ -164,7 +163,7 @@ def _replay_table(devices: Iterable[str]) -> list[str]:
         "| as slow as exact at |",
         "|---" * (len(columns) + 6) + "|",
     ]
-    for name, entries in ((name, entries) for name in devices for entries in ENTRIES):
+    for name, entries in itertools.product(SHOWN, ENTRIES):
         device = DEVICES[name]
         terms = replay(Step(device, *REPLAY), entries)
         shown = [terms[column] for column in columns]
@@ -185,30 +184,16 @@ def write_section(page: Path, text: str) -> None:
     page.write_text(before + BEGIN + text + END + after)
 
 
-def shape(text: str) -> Shape:
-    """Parses "N,V,H"."""
-    N, V, H = (int(part) for part in text.split(","))
-    if min(N, V, H) < 1:
-        raise ValueError
-    return N, V, H
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cost_model", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--device", nargs="+", choices=DEVICES, default=SHOWN, metavar="NAME",
-                        help=f"among {', '.join(DEVICES)} (default: all but the last)")  # fmt: skip
-    parser.add_argument("--shapes", nargs="+", type=shape, default=SHAPES, metavar="N,V,H",
-                        help="tokens, vocabulary and hidden size")  # fmt: skip
+    about = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model", description=about)
     parser.add_argument("--markdown", type=Path, metavar="FILE",
                         help="write the tables into this page, between its marks")  # fmt: skip
     args = parser.parse_args(argv)
-    text = render(args.device, args.shapes)
     if args.markdown:
-        write_section(args.markdown, text)
+        write_section(args.markdown, render())
     else:
-        print(text, end="")
+        print(render(), end="")
 
 
 if __name__ == "__main__":

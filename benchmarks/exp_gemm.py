@@ -13,16 +13,14 @@ target's entry of X becomes (p_y - 1) S, so that a gradient g by the log-probs t
 A tile's sums are stored per row, and added up in the order of the tiles. A row whose S passes 2^86,
 whose target is that unlikely, is computed again by the library's sweep.
 
-`python -m benchmarks.gpu_day --json day.json --parts exp_gemm` compares it with float64 and times
-it beside `torch.mm` alone and the library's GEMM to float32 with a sweep. bf16 operands; float32 in
-Triton's interpreter.
+`python -m benchmarks.gpu_day --json day.json --parts exp_gemm gemms sweep` compares it with float64
+and times it beside `torch.mm`; the other two parts time the library's GEMM and sweep. bf16
+operands; float32 in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,15 +28,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from grpo_kernels.head.products import addmm, new_buffers
 from grpo_kernels.kernels import Entries, LogitTransform, TokenStats
 from grpo_kernels.kernels.triton_common import at_most, build, device_of, expm1, ln_2, log2_e
 from grpo_kernels.kernels.triton_entries import entry_dots
 from grpo_kernels.kernels.triton_logits import token_stats
-
-if TYPE_CHECKING:
-    from benchmarks.gpu_day import Day
-
 
 # A sum of exponentials beyond which there may be none left in float32.
 MOST = 2.0**86
@@ -70,7 +63,7 @@ TILES = {
 SMALL = (Tile(16, 32, 16, warps=4), Tile(32, 64, 16, parts=2, warps=2))  # for the interpreter
 # Tiles of rows that go over the whole vocabulary together: 8 MB of states, which stay in L2.
 _GROUP = 16
-_ROWS_TO_ADD, _STRIP = 32, 640
+_ROWS_TO_ADD = 32
 # A wrong kernel is off by far more; bf16 rounds X by up to 2^-9.
 LARGEST = 5e-3
 
@@ -226,30 +219,6 @@ def exp_gemm(
             rows[far] = again
 
 
-def mm_and_sweep(
-    hidden: Tensor, weight: Tensor, targets: Tensor, exps: Tensor, out: TokenStats
-) -> None:
-    """Writes the same as the library does: float32 logits by strips, and a sweep over each."""
-    size = min(_STRIP, len(hidden)), torch.float32
-    (logits,) = new_buffers(hidden, len(weight), [size])
-    for start in range(0, len(hidden), _STRIP):
-        rows = slice(start, start + _STRIP)
-        z = logits[: len(hidden[rows])]
-        addmm(z, hidden[rows], weight.T, beta=0.0)
-        token_stats(
-            z, targets[rows], LogitTransform(), entropy=True, exps=exps[rows], out=out.at(rows)
-        )
-
-
-def gradients(
-    hidden: Tensor, weight: Tensor, exps: Tensor, total: Tensor, d_logps: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns dh and dW by two GEMMs."""
-    factors = (-d_logps / total)[:, None]
-    d_hidden = factors * (exps @ weight).float()
-    return d_hidden, exps.T @ (factors * hidden).to(exps.dtype)
-
-
 def operands(
     M: int, V: int, H: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
@@ -272,56 +241,19 @@ def operands(
 def errors(
     hidden: Tensor, weight: Tensor, targets: Tensor, exps: Tensor, out: TokenStats
 ) -> dict[str, float]:
-    """Returns the largest errors of X, statistics and gradients of about 64 rows, by float64."""
+    """Returns the largest errors of X and the statistics of about 64 rows, by float64."""
     rows = torch.arange(0, len(hidden), len(hidden) // 64 | 1, device=hidden.device)
-    h, y, at = hidden[rows].double(), weight.double(), targets[rows, None]
-    log_p = (h @ y.T).log_softmax(1)
+    logits, at = hidden[rows].double() @ weight.double().T, targets[rows, None]
+    log_p = logits.log_softmax(1)
     logps, p = log_p.gather(1, at), log_p.exp()
     total: Any = out.total
     X = exps[rows].double() / total[rows, None]
-    d_logps = torch.linspace(-1.0, 1.5, len(rows), dtype=torch.float32, device=hidden.device)
-    d_z = d_logps[:, None] * (torch.zeros_like(p).scatter(1, at, 1.0) - p)
-    got = gradients(hidden[rows], weight, exps[rows], total[rows], d_logps)
+    # Each entry is right, those of rare words as well; but for what float32 has no number for.
+    size = (p + 1e-30).scatter(1, at, 1.0)
     off = {
         "logps": out.logps[rows, None] - logps,
-        "logsumexp": out.logsumexp[rows] - (h @ y.T).logsumexp(1),
+        "logsumexp": out.logsumexp[rows] - logits.logsumexp(1),
         "entropy": out.entropy[rows] + (p * log_p).sum(1),  # type: ignore[index]
-        # Each entry is right, those of rare words as well; but for what float32 has no number for.
-        "X": (X.scatter(1, at, 1.0) - p.scatter(1, at, 1.0)) / (p + 1e-30),
-        "X of targets": X.gather(1, at) - logps.expm1(),
+        "X": (X - p.scatter(1, at, logps.expm1())) / size,
     }
-    return {name: float(x.abs().max()) for name, x in off.items()} | {
-        name: float((x.double() - true).norm() / true.norm())
-        for name, x, true in zip(("dh", "dw"), got, (d_z @ y, d_z.T @ h), strict=True)
-    }
-
-
-def rows(day: Day, N: int, V: int, H: int, odd: int) -> Iterator[dict[str, Any]]:
-    """Yields the errors of each way on `odd` columns, and the times of those that are right."""
-    M, V, H, odd = (day.size(*x) for x in ((N, 40), (V, 206), (H, 24), (odd, 203)))
-    dtype = torch.bfloat16 if day.large else torch.float32
-    hidden, peaked, weight, targets = operands(M, odd, H, day.device, dtype)
-    aligned = torch.cat([weight, weight[: V - odd]])
-    (exps,) = new_buffers(hidden, V, [(M, dtype)])
-    out = TokenStats.empty(hidden, entropy=True, total=True)
-    tiles: tuple[Tile, ...] = SMALL
-    if day.large:
-        major = torch.cuda.get_device_properties(day.device).major
-        tiles = TILES.get(major, TILES[8])
-    ways: dict[str, Callable[..., None]] = {"mm to float32, sweep": mm_and_sweep}
-    ways |= {f"exp_gemm, {tuple(tile)}": partial(exp_gemm, tile=tile) for tile in tiles}
-    right: dict[str, Callable[[], Any]] = {"mm": partial(torch.mm, hidden, aligned.T, out=exps)}
-    checked = peaked, weight, targets, exps[:, :odd], out
-
-    def errors_of(way: Callable[..., None]) -> dict[str, Any]:
-        way(*checked)
-        off = errors(*checked)
-        good = all(x <= LARGEST for x in off.values())  # a NaN is not
-        return {"errors": off, "status": "right" if good else "wrong"}
-
-    for name, way in ways.items():
-        row = day.row(name, (M, odd, H), partial(errors_of, way))
-        if row["status"] == "right":
-            right[name] = partial(way, hidden, aligned, targets, exps, out)
-        yield row
-    yield from day.times((M, V, H), right)
+    return {name: float(x.abs().max()) for name, x in off.items()}

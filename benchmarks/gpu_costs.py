@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from benchmarks.contenders import BASELINE
 from grpo_kernels.head.budget import ROW_MULTIPLE, default_chunk_bytes, strip_rows
 from grpo_kernels.head.row_plan import RowPlan
 
@@ -50,10 +51,11 @@ BEST = Guesses(0.3, 0.95, 0.7, 0.96, 1.0, 0.0, 5.0)
 WORST = Guesses(0.55, 0.8, 0.5, 0.8, 0.88, 0.2, 20.0)
 COPY_SPEED, SCATTERED = LIKELY.copy_speed, 0.6  # gathers and scatters of whole rows
 WAIT_MS = 0.3  # the GPU idles until the CPU, which waited for it, launches again
-# Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`).
+# Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`);
+# those of others' kernels are guesses.
 INSTRUCTIONS = {
     "one sweep": 9.8, "token_stats": 8.9, "logit_grads": 10.3, "pair_stats": 20, "divergences": 38,
-    "pair_grads": 28,
+    "pair_grads": 28, "TRL's statistics": 25, "Liger FLCE": 40,
 }  # fmt: skip
 
 # The CPU's time per launch of this library's calls, relative to that of others. Over a driver that
@@ -63,7 +65,7 @@ OURS_ON_CPU = 2.2
 # For a call in which every token has a support: launches (`tests/test_fake_cuda.py`), and
 # bytes that finding the order of the entries moves per entry, the sort included.
 REPLAY_LAUNCHES, BYTES_OF_ORDER = 237, 1200
-BASELINE, HOPPER_ONLY = "eager, log_softmax", "Liger scaled CE"
+HOPPER_ONLY = "Liger scaled CE"
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,6 @@ def gemm_ms(d: Device, m: int, n: int, k: int, rate: float = 1.0) -> float:
     return max(arithmetic, reading)
 
 
-def sweep_ms(
-    d: Device, logits: float, bytes_each: float, instructions: float, g: Guesses = LIKELY
-) -> float:
-    """Returns the time of a kernel that goes once over the logits."""
-    issue = g.issued * d.sms * 128 * d.ghz * 1e9  # four warps of 32 per clock
-    return 1e3 * logits * max(bytes_each / (g.copy_speed * d.tb_per_s * 1e12), instructions / issue)
-
-
 class Step:
     """The terms of one step, in milliseconds by name, of N tokens under a head [V, H]."""
 
@@ -141,9 +135,11 @@ class Step:
         self.add(name, moved / (1e9 * self.d.tb_per_s * copy_speed))
 
     def sweep(self, name: str, bytes_each: float, kernel: str) -> None:
-        """Adds a sweep over all logits."""
-        instructions = INSTRUCTIONS[kernel]
-        self.add(name, sweep_ms(self.d, self.N * self.V, bytes_each, instructions, self.guesses))
+        """Adds a kernel that goes once over the logits."""
+        d, g = self.d, self.guesses
+        issue = g.issued * d.sms * 128 * d.ghz * 1e9  # four warps of 32 per clock
+        each = max(bytes_each / (g.copy_speed * d.tb_per_s * 1e12), INSTRUCTIONS[kernel] / issue)
+        self.add(name, 1e3 * self.N * self.V * each)
 
     def logits(self, rows: int, width: int, name: str = "GEMM 1", rate: float = 1.0) -> None:
         """Adds the logits' GEMM, `rows` at a time, and the unhidden writing of its output."""
@@ -190,8 +186,9 @@ def budget(d: Device, V: int) -> int:
     return default_chunk_bytes(V, "cuda", int(d.gib * 2**30))
 
 
-def _chunks(N: int, rows: float) -> int:
-    return math.ceil(N / max(128, rows // 128 * 128))
+def _rows(s: Step, width: int) -> int:
+    """Returns how many rows of so many bytes per logit the budget holds."""
+    return max(128, budget(s.d, s.V) // (width * s.V) // 128 * 128)
 
 
 def bare_gemms(s: Step, rows: int = 4096) -> dict[str, float]:
@@ -213,12 +210,16 @@ def exact(s: Step) -> dict[str, float]:
     """Strips of float32 logits; one sweep leaves statistics and X = e^(z - a) in bf16."""
     plan = plan_of(s.d, s.N, s.V)
     chunks = len([*plan.chunk_slices()])
-    s.logits(plan.logit_rows, 4)
-    s.sweep("sweep", 6, "one sweep")
-    s.gradients(plan.largest_chunk, 2 if chunks == 1 else 4)
-    s.copy("r h, and dH to bf16", 10 * s.N * s.H)
+    _one_sweep(s, plan, 2 if chunks == 1 else 4)
     s.copy("finishing scale", (4 if chunks == 1 else 6) * (s.V + s.N) * s.H)
     return s.finish_ours(50 + 15 * chunks + 2 * math.ceil(s.N / plan.logit_rows))
+
+
+def _one_sweep(s: Step, plan: RowPlan, width: int) -> None:
+    s.logits(plan.logit_rows, 4)
+    s.sweep("sweep", 6, "one sweep")
+    s.gradients(plan.largest_chunk, width)
+    s.copy("r h, and dH to bf16", 10 * s.N * s.H)
 
 
 def plan_of(d: Device, N: int, V: int) -> RowPlan:
@@ -231,10 +232,10 @@ def plan_of(d: Device, N: int, V: int) -> RowPlan:
 
 def scoring(s: Step) -> dict[str, float]:
     """Log-probs without a gradient: float32 logits, and one sweep."""
-    rows = int(budget(s.d, s.V) // (4 * s.V) // 128 * 128)
+    rows = _rows(s, 4)
     s.logits(rows, 4)
     s.sweep("statistics", 4, "token_stats")
-    return s.finish_ours(50 + 3 * _chunks(s.N, rows))
+    return s.finish_ours(50 + 3 * math.ceil(s.N / rows))
 
 
 def two_passes(s: Step) -> dict[str, float]:
@@ -242,25 +243,26 @@ def two_passes(s: Step) -> dict[str, float]:
     plan = plan_of(s.d, s.N, s.V)
     if len([*plan.chunk_slices()]) > 1:
         return exact_two_sweeps(s, again=True)
-    s.logits(plan.logit_rows, 4)
-    s.sweep("sweep", 6, "one sweep")
-    s.gradients(s.N, 2)
-    s.copy("r h, and dH to bf16", 10 * s.N * s.H)
+    _one_sweep(s, plan, 2)
     return s.finish_ours(80 + 2 * math.ceil(s.N / plan.logit_rows))
 
 
 def exact_two_sweeps(s: Step, again: bool = False) -> dict[str, float]:
     """Statistics, then the logits' gradient, in buffers of equal rows; `again`: in two passes."""
-    rows = int(budget(s.d, s.V) // (6 * s.V) // 128 * 128)
+    rows = _rows(s, 6)
     s.logits(rows, 4)
     s.sweep("statistics", 4, "token_stats")
     if again:
         s.logits(rows, 4, "GEMM 1, again")
     s.sweep("gradient of the logits", 6, "logit_grads")
+    _gradients(s, rows)
+    return s.finish_ours(60 + (23 if again else 15) * math.ceil(s.N / rows))
+
+
+def _gradients(s: Step, rows: int) -> None:
     s.gradients(rows, 4)
     s.copy("dH to bf16", 6 * s.N * s.H)
     s.copy("finishing scale", 6 * (s.V + s.N) * s.H)
-    return s.finish_ours(60 + (23 if again else 15) * _chunks(s.N, rows))
 
 
 def with_estimate(s: Step) -> dict[str, float]:
@@ -271,16 +273,14 @@ def with_estimate(s: Step) -> dict[str, float]:
 
 def two_heads(s: Step) -> dict[str, float]:
     """Both models' float32 logits; statistics, the divergence, the gradient of the policy's."""
-    rows = int(2 * budget(s.d, s.V) // (10 * s.V) // 128 * 128)
+    rows = _rows(s, 5)
     s.logits(rows, 4)
     s.logits(rows, 4, "GEMM 1, of the reference")
     s.sweep("statistics of both", 8, "pair_stats")
     s.sweep("divergence by these", 8, "divergences")
     s.sweep("gradient of the logits", 10, "pair_grads")
-    s.gradients(rows, 4)
-    s.copy("dH to bf16", 6 * s.N * s.H)
-    s.copy("finishing scale", 6 * (s.V + s.N) * s.H)
-    return s.finish_ours(70 + 20 * _chunks(s.N, rows))
+    _gradients(s, rows)
+    return s.finish_ours(70 + 20 * math.ceil(s.N / rows))
 
 
 def replay(s: Step, entries: float) -> dict[str, float]:
@@ -311,7 +311,7 @@ def trl(s: Step) -> dict[str, float]:
     rows, tiles = 4096, math.ceil(s.V / 32_768)
     s.logits(rows, 2, "GEMM 1, twice")
     s.logits(rows, 2, "GEMM 1, twice")
-    s.add("statistics", sweep_ms(s.d, s.N * s.V, 2, 25, s.guesses))
+    s.sweep("statistics", 2, "TRL's statistics")
     s.sweep("gradient of the logits", 4, "logit_grads")
     s.gradients(rows, 4)
     s.copy("dH, read and written per tile", s.guesses.exposed * 8 * tiles * s.N * s.H)
@@ -337,7 +337,7 @@ def liger_flce(s: Step, copied: bool = False) -> dict[str, float]:
     rows = 1 << math.ceil(math.log2(math.ceil(s.N / math.ceil(s.V / s.H))))
     chunks = math.ceil(s.N / rows)
     s.logits(rows, 2)
-    s.add("sweep", sweep_ms(s.d, s.N * s.V, 6, 40, s.guesses))
+    s.sweep("sweep", 6, "Liger FLCE")
     s.gradients(rows, 2, summed=not copied)
     if copied:  # to float32, 6 bytes; added to the sum, 8
         s.copy("float32 copies of dW", 14 * chunks * s.V * s.H, COPY_SPEED)

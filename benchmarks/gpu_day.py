@@ -50,7 +50,7 @@ from benchmarks.contenders import BASELINE, CONTENDERS, trl_logps
 from benchmarks.workloads import Workload, make
 from grpo_kernels import doctor, linear_logprobs
 from grpo_kernels.head.products import addmm, new_buffers
-from grpo_kernels.kernels import LogitTransform, select_backend
+from grpo_kernels.kernels import LogitTransform, TokenStats, select_backend
 
 ROOT = Path(__file__).parents[1]
 V, ODD_V = 151_936, 151_669  # the second is what `weight[:V]` leaves of a padded head
@@ -99,14 +99,9 @@ class Day:
         slow = self.large and torch.cuda.get_device_capability() not in FLOAT64
         return torch.float32 if slow else torch.float64
 
-    def wait(self) -> None:
-        """Waits for the device."""
-        if self.large:
-            torch.cuda.synchronize()
-
     def ms(self, run: Run, repeat: int = 1) -> tuple[float, float]:
         """Returns milliseconds per call on the device, and of the CPU until all is launched."""
-        self.wait()
+        measure.wait(self.device)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2 if self.large else 0)]
         start = time.perf_counter()
         for event in events[:1]:
@@ -116,7 +111,7 @@ class Day:
         for event in events[1:]:
             event.record()
         host = 1e3 * (time.perf_counter() - start) / repeat
-        self.wait()
+        measure.wait(self.device)
         return (events[0].elapsed_time(events[1]) / repeat if events else host), host
 
     def row(self, name: str, shape: Sequence[int], known: Callable[[], Row]) -> Row:
@@ -209,7 +204,7 @@ def call(
     def checked(name: str, run: Run) -> Row:
         begin = time.perf_counter()
         got = run()
-        day.wait()
+        measure.wait(day.device)
         first_s = time.perf_counter() - begin  # imports and compilers, too
         return {"first_s": first_s, **errors_of(got, true, rounded="ours" not in name)}
 
@@ -226,30 +221,20 @@ def call(
 
 
 def trace(day: Day, run: Run) -> Row:
-    """Returns milliseconds and launches of each kernel and product, and the GPU's idle time."""
+    """Returns milliseconds and launches of each kernel, and the GPU's idle time."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if day.large else [])]
-    with profile(activities=kinds, record_shapes=True) as profiler:
+    with profile(activities=kinds) as profiler:
         run()
-        day.wait()
+        measure.wait(day.device)
     kernels: dict[str, list[float]] = {}
-    products: dict[str, list[float]] = {}
-    spans = []
-    for event in profiler.events() or ():
-        if "CUDA" in str(event.device_type):
-            spans.append(event.time_range)
-            taken, place = spans[-1].elapsed_us(), kernels.setdefault(event.name[:80], [0.0, 0])
-        elif event.name in ("aten::mm", "aten::addmm"):
-            name = f"{event.name} {[x for x in event.input_shapes if x]}"
-            place = products.setdefault(name, [0.0, 0])
-            taken = sum(kernel.duration for kernel in event.kernels)
-        else:
-            continue
-        place[0], place[1] = place[0] + taken / 1e3, place[1] + 1
-    busy = sum(ms for ms, _ in kernels.values())
-    span = max((x.end for x in spans), default=0) - min((x.start for x in spans), default=0)
+    events = [x for x in profiler.events() or () if "CUDA" in str(x.device_type)]
+    for event in events:
+        place = kernels.setdefault(event.name[:80], [0.0, 0])
+        place[0], place[1] = place[0] + event.time_range.elapsed_us() / 1e3, place[1] + 1
+    busy, times = sum(ms for ms, _ in kernels.values()), [event.time_range for event in events]
+    span = max((x.end for x in times), default=0) - min((x.start for x in times), default=0)
     most = dict(sorted(kernels.items(), key=lambda item: -item[1][0])[:14])
-    return {"busy_ms": busy, "idle_ms": span / 1e3 - busy, "launches": len(spans),
-            "kernels": most, "products": products}  # fmt: skip
+    return {"busy_ms": busy, "idle_ms": span / 1e3 - busy, "launches": len(events), "kernels": most}
 
 
 def device(day: Day) -> Rows:
@@ -317,10 +302,31 @@ def sweep(day: Day) -> Rows:
 
 
 def exp_gemm(day: Day, N: int, H: int) -> Rows:
-    """Compares the experiment's GEMM with float64, on an odd V, and times it beside two others."""
-    from benchmarks.exp_gemm import rows
+    """Compares the experiment's GEMM with float64, on an odd V, and times it beside a plain one."""
+    from benchmarks.exp_gemm import LARGEST, SMALL, TILES, Tile, errors, exp_gemm, operands
 
-    yield from rows(day, N, V, H, ODD_V)
+    M, H, columns, odd = (day.size(*x) for x in ((N, 40), (H, 24), (V, 206), (ODD_V, 203)))
+    dtype = torch.bfloat16 if day.large else torch.float32
+    hidden, peaked, weight, targets = operands(M, odd, H, day.device, dtype)
+    aligned = torch.cat([weight, weight[: columns - odd]])
+    (exps,) = new_buffers(hidden, columns, [(M, dtype)])
+    out = TokenStats.empty(hidden, entropy=True, total=True)
+    right: dict[str, Run] = {"mm": partial(torch.mm, hidden, aligned.T, out=exps)}
+
+    def checked(tile: Tile) -> Row:
+        x = peaked, weight, targets, exps[:, :odd], out
+        exp_gemm(*x, tile=tile)
+        off = errors(*x)
+        good = all(error <= LARGEST for error in off.values())  # a NaN is not
+        return {"errors": off, "status": "right" if good else "wrong"}
+
+    major = torch.cuda.get_device_capability()[0] if day.large else 0
+    for tile in TILES.get(major, TILES[8]) if day.large else SMALL:
+        row = day.row(f"exp_gemm, {tuple(tile)}", (M, odd, H), partial(checked, tile))
+        if row["status"] == "right":
+            right[row["run"]] = partial(exp_gemm, hidden, aligned, targets, exps, out, tile=tile)
+        yield row
+    yield from day.times((M, columns, H), right)
 
 
 def model(day: Day) -> Rows:

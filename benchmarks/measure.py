@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from benchmarks.contenders import BASELINE, CONTENDERS, IMPORTED
 from benchmarks.workloads import Workload
 
 FLOOR = "bare GEMMs"
-ERRORS = ("loss", "d_hidden", "d_weight", "step")
+ERRORS = ("loss", "d_hidden", "d_weight")
 # The GPU's memory is exhausted, or the system killed the process for want of memory.
 OUT_OF_MEMORY = (torch.OutOfMemoryError, BrokenProcessPool)
 # From malloc.h.
@@ -44,6 +44,12 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 Loss = Callable[[Workload], Tensor]
 T = TypeVar("T")
+
+
+def wait(device: torch.device) -> None:
+    """Waits until a GPU has done what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class PeakMemory:
@@ -61,8 +67,8 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         self._start: int | None = None
+        wait(self.device)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._start = torch.cuda.memory_allocated(self.device)
         else:
@@ -74,8 +80,8 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         if self._start is None:
             return
+        wait(self.device)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             peak = torch.cuda.max_memory_allocated(self.device)
         else:
             peak = _peak_resident_bytes()
@@ -132,12 +138,10 @@ def step(loss: Loss, w: Workload) -> Tensor:
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
     """Returns the seconds that one call takes, and its result."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     start = time.perf_counter()
     result = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     return time.perf_counter() - start, result
 
 
@@ -183,19 +187,35 @@ def load(path: Path, device: torch.device) -> Workload:
     return with_grad(_held[path])
 
 
-def gradient_norms(w: Workload) -> list[float]:
-    """Returns the norms of the gradients of the hidden states and the head; 0 where is none."""
-    gradients = [x.grad for x in (w.hidden, w.weight)]
-    return [0.0 if x is None else float(x.float().norm()) for x in gradients]
+class Truth(NamedTuple):
+    """The loss of a workload and its gradients, by the name of their error."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def gradients_of(w: Workload) -> dict[str, Tensor]:
+    """Returns the gradients of the hidden states and of a head that is not frozen."""
+    gradients = {"d_hidden": w.hidden.grad, "d_weight": w.weight.grad}
+    return {name: x for name, x in gradients.items() if x is not None}
+
+
+def relative_error(grad: Tensor, expected: Tensor) -> float:
+    """Returns the norm of the difference over that of what is expected."""
+    # In parts, so that a large head is in memory once in float64, not three times.
+    parts = zip(grad.split(4096), expected.split(4096), strict=True)
+    squares = sum(float((x - y).square().sum()) for x, y in parts)
+    return squares**0.5 / float(expected.norm())
 
 
 @contextmanager
-def stored(w: Workload) -> Iterator[Path]:
-    """Writes the workload to a temporary file, from which fresh processes load it."""
+def stored(w: Workload, truth: Truth) -> Iterator[Path]:
+    """Writes a workload and its truth to temporary files, from which fresh processes load them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload.pt"
         torch.save(vars(w.each(Tensor.detach)), path)
-        del w  # frees its memory for the measurement, if the caller drops it, too
+        torch.save(tuple(truth), path.with_name("truth.pt"))
+        del w, truth  # frees memory for the measurement, if the caller drops them, too
         yield path
 
 
@@ -231,18 +251,23 @@ def kept_step(name: str, path: Path, device: torch.device) -> tuple[float, float
     return seconds, 0.0 if loss is None else float(loss), faults
 
 
-def kept_norms(path: Path) -> list[float]:
-    """Returns the norms of the gradients of `kept_step`, in the same process."""
-    return gradient_norms(_held[path])
+def kept_errors(path: Path, loss: float) -> dict[str, float]:
+    """Returns the errors of `kept_step` in the same process: of the loss, relative of gradients."""
+    gradients = gradients_of(_held[path])
+    truth = Truth(*torch.load(path.with_name("truth.pt"), map_location=_held[path].hidden.device))
+    if gradients.keys() != truth.gradients.keys():
+        raise ValueError(f"gradients: expected {[*truth.gradients]}; got {[*gradients]}")
+    relative = {k: relative_error(x, truth.gradients[k]) for k, x in gradients.items()}
+    return {"loss": abs(loss - truth.loss), **relative}
 
 
-def take_turn(name: str, path: Path, device: torch.device) -> tuple[float, list[float]]:
-    """Runs steps until one takes no more memory; returns its seconds, and its loss and norms."""
+def take_turn(name: str, path: Path, device: torch.device) -> tuple[float, dict[str, float]]:
+    """Runs steps until one takes no more memory; returns its seconds and errors."""
     for number in range(_MOST_STEPS):
         seconds, loss, faults = kept_step(name, path, device)
         if number and faults < _FEW_FAULTS:
             break
-    return seconds, [loss, *gradient_norms(_held[path])]
+    return seconds, {} if name == FLOOR else kept_errors(path, loss)
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:
@@ -335,21 +360,31 @@ def output_of(*command: str) -> str:
     return run.stdout.strip()
 
 
-def parser_of(
-    module: str, doc: str | None, *, rounds: int = 0, cpu: bool = False
-) -> argparse.ArgumentParser:
-    """Returns a parser with --json, with --device but on a `cpu`, and --rounds with a default."""
+def parser_of(module: str, doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """Returns a parser with --json, and --rounds with a default."""
     about = (doc or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
-    if not cpu:
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        parser.add_argument("--device", default=default, help=f"cpu or cuda (default: {default})")
     parser.add_argument("--json", type=Path, help="also write every measurement to this file")
-    if rounds:
-        parser.add_argument(
-            "--rounds", type=int, default=rounds, help=f"measured rounds (default: {rounds})"
-        )
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help=f"measured rounds (default: {rounds})"
+    )
     return parser
+
+
+def add_device_and_shape(add: Callable[..., Any], name: str) -> None:
+    """Adds --device, and an option for tokens, vocabulary and hidden size."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=default, help=f"cpu or cuda (default: {default})")
+    about = "tokens, vocabulary and hidden size of synthetic workloads (default: their own)"
+    add(name, type=shape, metavar="N,V,H", help=about)
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    """Parses "N,V,H"."""
+    N, V, H = (int(part) for part in text.split(","))
+    if min(N, V, H) < 1:
+        raise ValueError
+    return N, V, H
 
 
 def version(package: str) -> str:

@@ -1,12 +1,11 @@
 """Compares time and memory of contenders, each in a process of its own: `pytest benchmarks`.
 
-A test is a contender and a workload. Its loss and gradients are compared with float64 on a few
-sequences, then the loss and the norms of a whole step. A contender of this library that is wrong
-fails and has no time; a peer's errors are reported, and a peer that raises one is skipped. A fresh
-process runs a step for its peak memory, another one whose memory it keeps, as PyTorch does on a
-GPU, and then the timed ones.
+A test is a contender and a workload. A fresh process runs a step for its peak memory, another one
+whose memory it keeps, as PyTorch does on a GPU, and then the timed ones. The loss and the gradients
+of the second are compared with float64. A contender of this library that is wrong fails and has no
+time; a peer's errors are reported, and a peer that raises one is skipped.
 
-With `--benchmark-disable` that first comparison is all, in this process.
+With `--benchmark-disable` that comparison is all, in this process.
 
 `extra_info` of the JSON file: `peak_bytes`, the memory of forward and backward beyond the inputs;
 `floor_seconds`, what the bare GEMMs took in another process just before and after; `x_floor`, the
@@ -19,18 +18,19 @@ import os
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.checks import TOLERANCE, check, has_times, right, step_error, truth_of, whole_step
+from benchmarks.checks import TOLERANCE, right, truth_of
 from benchmarks.contenders import CONTENDERS, OURS, contenders_of
 from benchmarks.measure import (
     FLOOR,
     fresh_process,
-    kept_norms,
+    kept_errors,
     kept_step,
     measure_memory,
     reason,
@@ -50,22 +50,15 @@ CUDA_SHAPE = (4096, QWEN_V, 896)
 
 
 class Group:
-    """A stored workload, and what its contenders are compared with."""
+    """A stored workload, and the times of its bare GEMMs."""
 
     def __init__(
         self, w: Workload, path: Path, device: torch.device, process: ProcessPoolExecutor
     ) -> None:
         self.path, self.device, self.process = path, device, process
-        self.about, self.tokens, self.dtype = w.describe(), w.tokens, w.hidden.dtype
+        self.about, self.tokens, self.limit = w.describe(), w.tokens, TOLERANCE[w.hidden.dtype]
         self.contenders = contenders_of(w)
-        self.truth = truth_of(w)
-        self.expected: list[float] = []
         self.floors: list[float] = []
-
-    def measure(self, w: Workload) -> None:
-        """Computes what a whole step should give, and times the bare GEMMs."""
-        self.floor()  # not counted
-        self.expected, self.floors = whole_step(w), [self.floor()]
 
     def floor(self) -> float:
         """Returns the seconds of the bare GEMMs."""
@@ -83,14 +76,16 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     cuda = device.type == "cuda"
     shape = request.config.getoption("--shape") or (CUDA_SHAPE if cuda else SHAPES[request.param])
     w = make(request.param, shape, device).to(torch.bfloat16 if cuda else torch.float32)
-    with stored(w) as path, fresh_process() as process:
+    truth = truth_of(w)
+    with stored(w, truth) as path, fresh_process() as process:
         group = Group(w, path, device, process)
+        del w, truth  # frees a GPU's memory
         # pytest-xdist turns times off, too.
         if not (
             request.config.getoption("benchmark_disable") or "PYTEST_XDIST_WORKER" in os.environ
         ):
-            group.measure(w)
-        del w  # frees a GPU's memory
+            group.floor()  # not counted
+            group.floors.append(group.floor())
         yield group
 
 
@@ -100,40 +95,35 @@ def test_step(group: Group, name: str, benchmark: Any, request: pytest.FixtureRe
     absent = CONTENDERS[name].absent(group.device)
     if name not in group.contenders or absent:
         pytest.skip(absent or "no counterpart for this workload")
-    errors = check(name, group.truth)
-    if not has_times(name, status := errors.pop("status")):
-        (pytest.fail if name in OURS else pytest.skip)(f"{status}: {errors}")
-    if benchmark.disabled:
-        return
-    torch.compiler.reset()  # drops what was compiled for the shapes of the check
     benchmark.group = group.about
     try:
-        rounds = request.config.getoption("--rounds")
-        errors["step"], peak_bytes = measured(group, name, benchmark, rounds)
+        measured(group, name, benchmark, request.config.getoption("--rounds"))
     except Exception as error:
         if name in OURS:
             raise
         pytest.skip(reason(error))
-    floor = group.floor_around()
-    benchmark.extra_info |= {
-        "contender": name, "tokens": group.tokens, "errors": errors,
-        "limit": TOLERANCE[group.dtype], "peak_bytes": peak_bytes, "floor_seconds": floor,
-        "x_floor": benchmark.stats.stats.median / floor,
-    }  # fmt: skip
+    if benchmark.stats:
+        floor = group.floor_around()
+        benchmark.extra_info |= {
+            "contender": name, "tokens": group.tokens, "limit": group.limit,
+            "floor_seconds": floor, "x_floor": benchmark.stats.stats.median / floor,
+        }  # fmt: skip
 
 
-def measured(group: Group, name: str, benchmark: Any, rounds: int) -> tuple[float, int]:
-    """Times a contender; returns the error of a whole step, and its peak memory."""
+def measured(group: Group, name: str, benchmark: Any, rounds: int) -> None:
+    """Compares a contender with float64 and times it, unless it is ours and wrong."""
     arguments = name, group.path, group.device
-    with fresh_process() as process:
+    with nullcontext() if benchmark.disabled else fresh_process() as process:
 
         def run(function: Any, *arguments: Any) -> Any:
+            if process is None:
+                return function(*arguments)
             return process.submit(function, *arguments).result()
 
-        peak_bytes = run(measure_memory, *arguments)
-        result = [run(kept_step, *arguments)[1], *run(kept_norms, group.path)]
-        error = step_error(result, group.expected)
-        close = right([error], group.dtype)
-        assert name not in OURS or close, f"expected {group.expected}; got {result}"
-        benchmark.pedantic(run, (kept_step, *arguments), rounds=rounds)
-    return error, peak_bytes
+        peak_bytes = None if benchmark.disabled else run(measure_memory, *arguments)
+        _, loss, _ = run(kept_step, *arguments)
+        errors = run(kept_errors, group.path, loss)
+        assert name not in OURS or right(errors, group.limit), f"wrong: {errors}"
+        if not benchmark.disabled:
+            benchmark.pedantic(run, (kept_step, *arguments), rounds=rounds)
+            benchmark.extra_info |= {"errors": errors, "peak_bytes": peak_bytes}

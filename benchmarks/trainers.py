@@ -12,16 +12,14 @@ end.
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.measure import new_result, parser_of, spread, write_json
+from benchmarks.measure import alone, new_result, parser_of, spread, write_json
 from examples.demo_model import MODEL, load_model, model_path, resolved
 from grpo_kernels.training import Trainer, TrainingConfig, load_problems, parse_config
 
@@ -118,17 +116,15 @@ def trl(options: Sequence[str], steps: int) -> list[dict[str, float]]:
     return rows[1:]
 
 
-def in_a_process(trainer: Any, options: Sequence[str], steps: int) -> list[dict[str, float]]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(trainer, options, steps).result()
-
-
 def main() -> None:
-    parser = parser_of("benchmarks.trainers", __doc__, rounds=2, cpu=True)
-    parser.add_argument("--steps", type=int, default=4, help="of each trainer, in each round")
+    parser = parser_of("benchmarks.trainers", __doc__, rounds=2)
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        help="of each trainer, in each round; the first is not counted",
+    )
     args, options = parser.parse_known_args()
-    if args.steps < 2:
-        parser.error("--steps: expected at least 2, as the first is not counted")
     result = new_result("cpu")
     model_path()  # made before anything is timed
     with tempfile.TemporaryDirectory() as output:
@@ -140,7 +136,7 @@ def main() -> None:
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     for _ in range(args.rounds):
         for name, (trainer, its_options) in contenders.items():
-            steps[name] += in_a_process(trainer, its_options, args.steps)
+            steps[name] += alone(trainer, its_options, args.steps)
     theirs = statistics.median(step["seconds"] for step in steps["TRL"])
     print("seconds per step [p20, p80], tokens per completion, TRL's time / its own")
     for name, rows in steps.items():

@@ -148,7 +148,7 @@ def step(trainer: Any, clock: Clock) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of("benchmarks.trl_updates", __doc__, rounds=3, cpu=True)
+    parser = parser_of("benchmarks.trl_updates", __doc__, rounds=3)
     parser.add_argument("--model", choices=SIZES, default="smollm2", help=f"smollm2: {MODEL}")
     parser.add_argument(
         "--equal", type=int, nargs="+", default=[0, 30, 50, 90],

@@ -98,20 +98,13 @@ class Workload:
 
     def sequences(self, which: slice | Tensor) -> Workload:
         """Returns some of the sequences, with the whole head."""
-        return self._part(lambda x: x[which])
-
-    def first(self, T: int) -> Workload:
-        """Returns the first T positions of each sequence, with the whole head."""
-        return self._part(lambda x: x if x.ndim == 1 else x[:, :T])
-
-    def _part(self, take: Callable[[Tensor], Tensor]) -> Workload:
         heads, support = [self.weight, *(self.teacher or ())[1:]], self.support
         part = replace(self, support=None).each(
-            lambda x: x if any(x is head for head in heads) else take(x)
+            lambda x: x if any(x is head for head in heads) else x[which]
         )
         if support is not None:
             numbers = torch.arange(self.targets.numel()).view_as(self.targets)
-            part.support = _support_of(support, take(numbers).flatten().tolist())
+            part.support = _support_of(support, numbers[which].flatten().tolist())
         return part
 
     def tiny(self) -> Workload:
@@ -367,15 +360,11 @@ def profile(w: Workload) -> str:
     p = log_p.exp()
     blocks = states[: 8 * 128].split(128)
     used = [((h @ w.weight.T).softmax(-1) > 2**-12).any(0).float().mean() for h in blocks]
-    entropy = -(p * log_p).sum(1)
-    percentiles = torch.quantile(entropy, torch.tensor([0.1, 0.5, 0.9])).tolist()
     large = p > 2**-12
     return (
-        f"{w.name:8} entropy {entropy.mean():.2f} (10th, 50th, 90th percentile "
-        f"{', '.join(f'{x:.2f}' for x in percentiles)}); "
+        f"{w.name:8} entropy {-(p * log_p).sum(1).mean():.2f}; "
         f"{large.sum(1).float().mean():.0f} tokens per row above 2^-12, "
         f"{(p * ~large).sum(1).mean():.3f} of the probability below; "
-        f"largest {p.amax(1).mean():.2f}; "
         f"{sum(used) / len(used):.1%} of the vocabulary above 2^-12 in 128 rows"
     )
 
@@ -383,4 +372,3 @@ def profile(w: Workload) -> str:
 if __name__ == "__main__":
     for name in ("smollm", "dense"):
         print(profile(make(name)))
-    print(profile(make("qwen05", (1024, QWEN_V, 896))))
