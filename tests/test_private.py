@@ -36,9 +36,7 @@ def test_views_share_a_storage_without_memory():
     ("package", "function", "without", "name"),
     (
         ("torch", "forget_forward", {"reducer": object()}, "reducer._reset_state"),
-        ("torch", "is_unit_within", {}, "_get_fsdp_state"),
         ("torch", "is_unit_within", {"_get_fsdp_state": SimpleNamespace}, "_is_root"),
-        ("torch", "hooks_of", {}, "_forward_pre_hooks"),
         ("transformers", "is_recurrent", {}, "_is_stateful"),
         ("peft", "variants_of_lora", {}, VARIANTS),
     ),

@@ -46,14 +46,3 @@ def test_the_tiles_of_a_gpu(tile):
     off = exp_gemm.errors(*stored(150, 403, 200, tile, torch.bfloat16))
     assert all(x <= 5e-5 for name, x in off.items() if name in ("logps", "entropy")), off
     assert all(x <= exp_gemm.LARGEST for x in off.values()), off
-
-
-@pytest.mark.parametrize("factor", (0.0, 1.02, float("nan")))
-def test_what_is_wrong_is_seen(factor):
-    *operands, exps, out = stored(37, 203, 40, SMALL[0])
-    for x in (out.logps, out.logsumexp, out.entropy, out.total, exps):
-        right = x.clone()
-        x.mul_(factor)
-        off = exp_gemm.errors(*operands, exps, out).values()
-        assert not all(x <= exp_gemm.LARGEST for x in off)
-        x.copy_(right)
