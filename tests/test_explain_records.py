@@ -137,12 +137,6 @@ def test_parts_of_messages_are_text_and_several_rewards_of_trl_stay_apart(tmp_pa
     assert (first["right"], first["form"]) == (1.0, 0.5) and math.isnan(second["right"])
 
 
-def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"a\.parquet: .*pip install pyarrow"):
-        read(tmp_path / "a.parquet")
-
-
 def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, capsys):
     path = tmp_path / "step.jsonl"
     write_jsonl(explanation(), path)

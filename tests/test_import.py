@@ -84,22 +84,12 @@ import grpo_kernels, grpo_kernels.explain, grpo_kernels.reference
 from grpo_kernels import doctor
 for name in grpo_kernels.__all__:
     getattr(grpo_kernels, name)
-g = torch.Generator().manual_seed(0)
-h, w = (torch.randn(n, 8, generator=g).requires_grad_() for n in (6, 50))
-args = h, w, torch.arange(6), torch.randn(6, generator=g)
-packages = grpo_kernels.reference, grpo_kernels
-for loss in (
-    lambda x: x.fused_grpo_loss(*args).loss, lambda x: x.linear_logprobs(*args[:3]).logps.sum()
-):
-    truth, ours = (torch.autograd.grad(loss(x), (h, w)) for x in packages)
-    for x, y in zip(truth, ours):
-        assert x.norm() > 0 and (x - y).norm() < 1e-5 * x.norm()
 sys.exit(doctor.main([]))
 """
 
 
 def test_the_core_runs_without_triton_and_posix():
-    """The gradients of its calls are those of the reference, and the doctor is content."""
+    """The doctor compares its calls with the reference."""
     report = python(ELSEWHERE.format(imports="") + CORE_ELSEWHERE)
     assert any(line.startswith("VERDICT: all is well") for line in report)
 

@@ -309,7 +309,7 @@ def test_runs_get_a_page_and_the_rules(tmp_path, monkeypatch, capsys):
     assert kl.startswith("normal: the log has no kl. ") and last == "Nothing else stands out."
     command.main(["a/metrics.jsonl"])
     assert capsys.readouterr().out.splitlines() == [log, loss, kl, last]
-    (run(Path("b")) / "metrics.jsonl").write_text('{"st')
+    (run(Path("b"), beta=0.0) / "metrics.jsonl").write_text('{"st')
     command.main(["a", "b"])
     assert sorted(map(str, Path().rglob("*.html"))) == ["a/report.html", "runs.html"]
 
