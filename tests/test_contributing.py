@@ -1,53 +1,17 @@
-"""The walks of CONTRIBUTING.md, followed: an option of the head, a divergence."""
-
-from dataclasses import dataclass
+"""The walk of CONTRIBUTING.md to a divergence, followed."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from grpo_kernels import (
-    Execution,
-    LMHead,
-    Reference,
-    fused_distillation_loss,
-    linear_logprobs,
-)
+from grpo_kernels import Execution, Reference, fused_distillation_loss
 from grpo_kernels import reference as exact
-from grpo_kernels.head.lm_head import HeadTerm
 from grpo_kernels.kernels import divergences, triton_divergences
 from grpo_kernels.kernels.divergences import Divergence, log_mixture, to_mixture_
 from grpo_kernels.kernels.triton_common import expm1
 from grpo_kernels.kernels.triton_divergences import kl_addend, to_mixture
 from tests.helpers.batches import relative_error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shifted(LMHead):
-    """A head with a sum of its own beside the raw logits."""
-
-    shift: Tensor
-
-    def terms(self, hidden):
-        terms = super().terms(hidden)
-        ones = terms[0].x.new_ones(()).expand(len(terms[0].x), 1)
-        return (*terms, HeadTerm(ones, self.shift[:, None]))
-
-
-def test_an_option_of_the_head_is_a_term():
-    g = torch.Generator().manual_seed(0)
-    hidden, weight, shift = (torch.randn(*n, generator=g) for n in ((7, 16), (61, 16), (61,)))
-    targets = torch.randint(61, (7,), generator=g)
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight, shift)]
-    head = Shifted(leaves[1], shift=leaves[2], temperature=0.7)
-    linear_logprobs(leaves[0], head, targets).logps.sum().backward()
-    truth = [x.double().requires_grad_() for x in (hidden, weight, shift)]
-    logits = (truth[0] @ truth[1].T + truth[2]) / 0.7
-    logits.log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
-    for x, y in zip(leaves, truth, strict=True):
-        assert relative_error(x.grad, y.grad) <= 3e-5
 
 
 class SkewKL(Divergence):
