@@ -85,6 +85,9 @@ EDGES = (
     (log({"beta": 1}, loss=[6e-4], grad_norm=[1.0]), ""),
     (log(loss=[0.001, 0.006, 0.012], kl=KL["kl"]), "loss_is_kl"),
     (log(loss=[0.004, 0.001], kl=[0.1, 0.0]), ""),
+    (log(loss=[0.0007, 0.0009], kl=[0.01746, 0.02297]), "loss_is_kl"),  # train-deepseek-r1 #4
+    (log({"beta": 1}, loss=0.0, reward_std=0.4), "loss_zero"),
+    (log(loss=0.8, entropy=0.9), ""),
     (log(kl=[-0.11, -0.11]), "kl_below"),
     (log(old_kl=[-0.001, 0.2]), "kl_negative"),
     (log(entropy=[0.3, *[0.06, 0.049, 0.04] * 2]), "entropy_low"),
@@ -94,9 +97,11 @@ EDGES = (
     (log(entropy=[1.0 - i / 200 for i in range(180)]), ""),
     (log(entropy=[*[1.0] * 5, *[0.49] * 5]), "entropy_falls"),
     (log(step=range(0, 40, 10), entropy=[1.0, 1.0, 0.6, 0.45]), "entropy_falls"),
+    (log(step=range(0, 90, 3), entropy=falling(1.0, 0.4)), ""),
     (log(CLIPPED=0.0, ratio_max=2.5), ""),
     (log({"epochs_per_rollout": 2}, CLIPPED=0.0), ""),
     (log(groups_equal=[1.0]), "groups_equal"),
+    (log(groups_equal=[1.0, 0.9]), ""),
     (log(groups_equal=[0.0, 1.0, 1.0] * 20 + [1.0] * 5), ""),
     (log(groups_equal=[0.0, 1.0, 1.0] * 20 + [1.0] * 30), "groups_equal"),
     (log(reward=RISING, held_out_accuracy=falling(0.63, 0.58)), "reward_hacking"),
@@ -106,6 +111,8 @@ EDGES = (
          held_out_low=0.4, held_out_high=0.7), ""),
     (log(reward=RISING, accuracy=[(0.9, 0.1)[i % 2] - i / 300 for i in range(30)]), ""),
     (log(sampler_gap=[0.9]), "gap_temperature"),
+    (log(sampler_gap=[1.1]), "gap_tokens"),
+    (log(sampler_gap=0.03, RATIO=0.85), "gap_product"),
     (log(sampler_gap=[0.035, *[0.12] * 5]), ""),
     (log(sampler_gap=0.03, RATIO=0.96), "gap_temperature"),
     (log(sampler_gap=0.02, sampler_gap_max=[1.0, 14.0, 2.0]), "gap_rounding"),
@@ -113,6 +120,7 @@ EDGES = (
     (log(BF16, learning_rate=3.8e-5), "bf16_weights"),
     (log(BF16 | {"weight_size": 0.01}, learning_rate=3.8e-5), ""),
     (log({"min_p": 0.1, "replay_support": True}, reward=0.5), "support_missing"),
+    (log({"top_k": 9, "replay_support": True}, reward=0.5), "support_missing"),
     (log({"top_k": 9, "replay_support": False}, reward=0.5), ""),
 )  # fmt: skip
 
