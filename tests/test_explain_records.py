@@ -21,15 +21,9 @@ def values_of(e):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    (
-        {},
-        {"texts": None},
-        {"token_ids": None},
-        {"columns": {"logp": torch.zeros(10)}, "loss": None},
-    ),
-    ids=("all", "no texts", "no ids", "no loss"),
-)
+    "changes", ({}, {"texts": None, "token_ids": None, "columns": {"logp": torch.zeros(10)},
+                     "loss": None}), ids=("all", "little"),
+)  # fmt: skip
 def test_a_file_has_all_but_the_causes(tmp_path, changes):
     expected = explanation(**changes)
     write_jsonl(expected, tmp_path / "step.jsonl")
@@ -73,8 +67,7 @@ def test_prime_rl_exports_have_their_trained_tokens(tmp_path):
     (folder / "rank_1.jsonl").write_text(prime_rl() + prime_rl(mask=[False] * 4))
     one, all_ranks = read(folder / "rank_0.jsonl"), read(folder)
     assert [x["group"] for x in one.sequences] == [0, 1]
-    # The last row's tokens are all its prompt.
-    assert [x["group"] for x in all_ranks.sequences] == [0, 1, 0, 2]
+    assert [x["group"] for x in all_ranks.sequences] == [0, 1, 0, 2]  # the last is all prompt
     assert one.sequences[0] == {"group": 0, "length": 2, "reward": 1.0, "advantage": 0.5}
     assert "reward" not in one.sequences[1] and all_ranks.sequences[3]["length"] == 0
     assert one.position.tolist() == [0, 2] * 2 and one.token_ids.tolist() == [8, 10] * 2
@@ -86,21 +79,6 @@ def test_prime_rl_exports_have_their_trained_tokens(tmp_path):
     assert list(one.columns) == list(expected)
     for name, values in expected.items():
         torch.testing.assert_close(one.columns[name], torch.tensor(values * 2))
-
-
-@pytest.mark.parametrize(("masked", "causes"), ((0.5, ["importance_weight"]), (0.1, [])))
-def test_tokens_that_prime_rl_masks_are_a_cause(masked, causes, tmp_path):
-    """Half of the tokens of each sequence are out of its trust region; a tenth is no news."""
-    mask, constants = [i < 20 * masked for i in range(20)], {"entropy": 1.0, "rewards": 1.0}
-    constants |= {"trainer_logprobs": -1.0, "inference_logprobs": -1.5}
-    columns = {name: [x] * 21 for name, x in constants.items()}
-    columns |= {"token_ids": [*range(21)], "loss_mask": [False] + [True] * 20}
-    columns |= {"is_masked": [False, *mask]}
-    rows = [json.dumps({**columns, "advantages": [a] * 21}) for a in (0.5, -0.5)]
-    (path := tmp_path / "rank_0.jsonl").write_text("\n".join(rows))
-    found = command.rank(read(path))
-    assert [cause.name for cause in found] == causes
-    assert all("masks drop 50 % of the tokens" in cause.text for cause in found)
 
 
 def test_prime_rl_columns_that_a_loss_lacks_have_no_numbers(tmp_path):
@@ -144,31 +122,19 @@ def test_trl_completions_are_words_with_their_advantage(tmp_path):
     assert [group["reward"] for group in result.groups] == [1.0, 0.0]
 
 
-def test_content_of_messages_in_parts_is_its_text(tmp_path):
+def test_parts_of_messages_are_text_and_several_rewards_of_trl_stay_apart(tmp_path):
     prompt = [message("system", [part("Add.")])]
     prompt += [message("user", [part(None), part("2 + "), part("3?")])]
     path = parquet(
-        tmp_path / "completions_00003.parquet", advantage=[0.7], prompt=[prompt],
-        completion=[[message("assistant", [part("It is 5.")])]],
+        tmp_path / "completions_00003.parquet", advantage=[0.1, -0.1], prompt=[prompt] * 2,
+        completion=[[message("assistant", [part("It is 5.")])]] * 2,
+        right=[1.0, math.nan], form=[0.5, 0.5],
     )  # fmt: skip
-    assert read(path).sequences[0]["prompt"] == "Add.\n2 + 3?"
-    assert read(path).texts == [["It", " is", " 5."]]
-
-
-def test_several_rewards_of_trl_stay_apart(tmp_path):
-    path = parquet(
-        tmp_path / "completions_00003.parquet", step=[3] * 2, prompt=["p"] * 2,
-        completion=["a", "b"], right=[1.0, math.nan], form=[0.5, 0.5], advantage=[0.1, -0.1],
-    )  # fmt: skip
+    assert read(path).texts == [["It", " is", " 5."]] * 2
     first, second = read(path).sequences
-    assert first["group"] == second["group"] == 0 and "reward" not in first
+    assert first["prompt"] == "Add.\n2 + 3?" and "reward" not in first
+    assert first["group"] == second["group"] == 0
     assert (first["right"], first["form"]) == (1.0, 0.5) and math.isnan(second["right"])
-
-
-def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"a\.parquet: .*pip install pyarrow"):
-        read(tmp_path / "a.parquet")
 
 
 def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, capsys):
@@ -179,29 +145,16 @@ def test_the_command_prints_causes_and_writes_the_page(tmp_path, monkeypatch, ca
     *lines, last = capsys.readouterr().out.splitlines()
     # A terminal gets no control characters from a text.
     assert lines[0].startswith(" 50 %  ratio: </script><img") and r"\u2028\u202e" in "".join(lines)
-    assert last == f"page: {tmp_path / 'step.html'}" and "-> `delta`" in lines[-1]
-    page = (tmp_path / "step.html").read_text()
-    assert "<h1>step.jsonl</h1>" in page and '"sort":"gradient"' in page
+    assert last == f"page: {tmp_path / 'step.html'}"
+    assert '"sort":"gradient"' in (tmp_path / "step.html").read_text()
 
 
-def test_the_page_of_a_step_of_a_run_is_the_trainers(tmp_path, capsys):
-    path = tmp_path / "base/explanations/step-000012.jsonl"
-    path.parent.mkdir(parents=True)
-    path.with_name("step-000030.html").touch()
-    write_jsonl(explanation(), path)
-    command.main([str(path)])
-    page = path.with_suffix(".html").read_text()
-    assert "<h1>Step 12 of base</h1>" in page and '<a rel="next" href="step-000030.html">' in page
-
-
-@pytest.mark.parametrize("name", (".", "../step_3.v2"))
-def test_the_page_of_a_folder_is_beside_it(name, tmp_path, monkeypatch, capsys):
+def test_the_page_of_a_folder_is_beside_it(tmp_path, monkeypatch):
     (folder := tmp_path / "step_3.v2").mkdir()
     (folder / "rank_0.jsonl").write_text(prime_rl())
     monkeypatch.chdir(folder)
-    command.main([name])
+    command.main(["."])
     assert "<h1>step_3.v2</h1>" in (tmp_path / "step_3.v2.html").read_text()
-    assert "step_3.v2.html" in capsys.readouterr().out
 
 
 def test_the_command_decodes_ids(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import count
 
 import pytest
 
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("real_memory")
         {},
         {"beta": 0.1, "kl_estimator": "exact", "micro_batch_size": 3},
         {"loss_type": "gspo", "epochs_per_rollout": 2, "micro_batch_size": 5},
-        {"entropy_coef": 0.1, "loss_type": "grpo", "micro_batch_size": 6, "beta": 0.05},
         {"is_correction": "token_truncate", "mask_truncated_completions": True},
     ],
     ids=lambda options: "-".join(options) or "plain",
@@ -58,11 +58,11 @@ def test_a_page_adds_up_to_the_loss_of_the_step(options, tiny_model, tmp_path):
 
 
 def test_a_jump_is_explained_by_itself_and_named(tiny_model, tmp_path, capsys):
-    steps = []
+    calls = count(1)
 
     def rewards(completions, **_):
-        steps.append(len(steps) + 1)
-        return [len(text) % 3 * (100.0 if steps[-1] == 7 else 1.0) for text in completions]
+        scale = 100.0 if next(calls) == 7 else 1.0
+        return [len(text) % 3 * scale for text in completions]
 
     options = {"steps": 9, "learning_rate": 1e-5, "scale_rewards": "none", "rewards": ["jump"]}
     trainer = trainer_of(config_of(tiny_model, tmp_path, **options), rewards={"jump": rewards})
@@ -84,11 +84,11 @@ def test_a_page_that_fails_does_not_end_the_run(tiny_model, tmp_path, capsys):
 
 @pytest.mark.parametrize("loss", ({}, {"is_correction": "token_truncate"}), ids=str)
 def test_a_step_that_trained_nothing_has_no_page(loss, tiny_model, tmp_path, capsys):
-    calls = []
+    calls = count()
 
     def equal_first(completions, **_):
-        calls.append(1)
-        return [float(i * (len(calls) > 1)) for i in range(len(completions))]
+        later = next(calls) > 0
+        return [float(i * later) for i in range(len(completions))]
 
     trainer = trainer_of(
         config_of(tiny_model, tmp_path, explain_every=1, **loss), rewards={"noise": equal_first},
@@ -145,21 +145,14 @@ def test_steps_that_are_explained():
     assert "kl is 0.5" in kl.why({"step": 9, "kl": 0.5})
 
 
-def test_gradients_that_overflow_float16_are_no_spike():
-    (steps := ExplainedSteps("unused")).open([{"step": i, "grad_norm": 1.0} for i in range(9)])
-    overflow = {"step": 9, "grad_norm": math.inf, "loss_scale": 512.0}
-    assert steps.why(overflow) is None
-    assert "grad_norm is inf" in steps.why(overflow | {"bad_updates": 1})
-
-
 def test_a_run_that_goes_on_compares_with_its_rows():
     steps = ExplainedSteps("unused", most=2)
     steps.open([{"step": i, "grad_norm": x} for i, x in enumerate([1.0] * 8 + [50.0])])
     assert steps.why({"step": 9, "grad_norm": 40.0}) is None  # 50 was larger
     assert "60, the median so far 1" in steps.why({"step": 10, "grad_norm": 60.0})
     assert steps.why({"step": 11, "grad_norm": 70.0}) is None  # the third
-    steps.open([])
-    assert steps.why({"step": 1, "grad_norm": 1e6}) is None and steps.left == 2
+    overflow = {"step": 12, "grad_norm": math.inf, "loss_scale": 512.0}  # no spike in float16
+    assert ExplainedSteps("unused").why(overflow) is None
 
 
 def next_of(folder):
@@ -174,21 +167,10 @@ def test_a_record_of_a_step_and_links_between_pages(tmp_path):
     assert record == {
         "why": "every 10 steps", "spike": False, "cause": "ratio", "text": HOSTILE,
     }  # fmt: skip
-    assert steps.message(10, record).startswith(
-        f"step 10 explained: ratio: {HOSTILE}; see {tmp_path}"
-    )
     record = steps.write(12, "kl is <3>", explanation(causes=[]))
     assert (record["spike"], record["cause"]) == (True, None)
-    assert record["text"].startswith("no cause stands out")
     assert "step 12 explained (kl is <3>): no cause" in steps.message(12, record)
     assert "Explained: kl is &lt;3&gt;." in steps.page(12).read_text()
-    steps.write(30, "every 10 steps", explanation())
-    names = [f"step-{n:06d}.html" for n in (10, 12, 30)]
-    assert next_of(tmp_path) == dict(zip(names, [*names[1:], ""], strict=True))
-    for path in (tmp_path / "explanations").glob("step-000030*"):  # after the checkpoint
-        path.unlink()
-    ExplainedSteps(tmp_path).open([])
-    assert next_of(tmp_path) == {names[0]: names[1], names[1]: ""}
     steps.write(11, "every 11 steps", explanation())  # before what another run left
-    assert next_of(tmp_path) == {names[0]: "step-000011.html", "step-000011.html": names[1],
-                                 names[1]: ""}  # fmt: skip
+    names = [f"step-{n:06d}.html" for n in (10, 11, 12)]
+    assert next_of(tmp_path) == dict(zip(names, [*names[1:], ""], strict=True))

@@ -15,16 +15,6 @@ from grpo_kernels.integrations import private
 VARIANTS = "use_dora" if version_numbers(peft.__version__) < (0, 16) else "lora_variant"
 
 
-def test_hooks_of_a_layer():
-    layer = torch.nn.Linear(2, 2)
-    assert private.hooks_of(layer) == []
-    layer.register_full_backward_hook(str)
-    layer.register_full_backward_pre_hook(len)
-    layer.register_forward_hook(print)
-    layer.register_forward_pre_hook(repr)
-    assert private.hooks_of(layer) == [repr, print, len, str]
-
-
 def test_views_share_a_storage_without_memory():
     with private.without_memory():
         x, other = torch.empty(1 << 20, 1 << 20), torch.empty(3)
@@ -36,9 +26,7 @@ def test_views_share_a_storage_without_memory():
     ("package", "function", "without", "name"),
     (
         ("torch", "forget_forward", {"reducer": object()}, "reducer._reset_state"),
-        ("torch", "is_unit_within", {}, "_get_fsdp_state"),
         ("torch", "is_unit_within", {"_get_fsdp_state": SimpleNamespace}, "_is_root"),
-        ("torch", "hooks_of", {}, "_forward_pre_hooks"),
         ("transformers", "is_recurrent", {}, "_is_stateful"),
         ("peft", "variants_of_lora", {}, VARIANTS),
     ),

@@ -5,16 +5,13 @@ In processes of their own, as the kernels of this one are the interpreter's.
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 from benchmarks import compile_sass
-from benchmarks.compile_report import ARCHITECTURES, differences, section_of, with_section
+from benchmarks.compile_report import differences
 
 SETUP = """
 import sys
@@ -63,29 +60,19 @@ FAILURES = {
         "policy_loss_kernel: a launch left to Triton whether products and sums are one instruction",
     "problems(['logit_grads'], items=(report.ARCHITECTURES, 'sm_90', tiny_chip))":
         "bytes of shared memory, of 0",
-    "problems([replace(of['policy_loss'], num_warps=64)])":
-        "policy_loss_kernel on sm_90: 2,048 threads per block, of 1,024",
-    "problems([replace(of['logit_grads'], maxnreg=24)])": "bytes of stack",
     # Loads of one element each.
     "problems(['token_stats'], names=(report, 'judged', without_vectors))":
         "token_stats_kernel on sm_90: no vector loads",
-    "problems(['token_stats', 'logit_grads'], names=(report, 'sample', lambda x: x[:1]))":
-        "logit_grads_kernel on sm_90: 0 registers in the sample",
     "problems(budget='one sweep', items=(sass.BUDGETS, 'one sweep', 1.0))":
         "one sweep (token_stats_kernel): 9.",
     # Two bf16 of each product.
     "problems(budget='entry_dots', items=(sass.LOADED, 'entry_dots_kernel', 5))":
         "entry_dots (entry_dots_kernel): logits that are not loaded in vectors, on sm_90",
-    "problems(budget='one sweep', names=(sass, 'innermost_loops', with_barriers))":
-        "one sweep (token_stats_kernel): 6 barriers and 0 shuffles in its loop, on sm_90",
     "[judged(0, 0, 'min.f32 %f1')] * (not judged(0, 0, 'max.NaN.f32 %f1'))": "hides NaN",
     # Each of the selects that sm_75 has beside minima and maxima.
     "[min(judged(0, 0, old.replace(x, '')) for x in selects)] * (not judged(0, 0, old))":
         "hides NaN",
-    "[judged(48, 0)]": "48 bytes of stack",
     "[judged(8, 3)] * (not (judged(0, 0) or judged(16, 2)))": "3 times used in an innermost",
-    "problems(budgeted={'one sweep': of['policy_loss']})":
-        "one sweep (policy_loss_kernel): no loop found, on sm_90",
 }  # fmt: skip
 FINDING = """
 import json, re
@@ -93,7 +80,7 @@ from contextlib import ExitStack
 from unittest import mock
 
 budgets = sass.budgeted(report.ARCHITECTURES["sm_90"].half)
-report_judged, loops = report.judged, sass.innermost_loops
+report_judged = report.judged
 tiny_chip = replace(report.ARCHITECTURES["sm_90"], shared_kib=0)
 old = report.compiled(of["policy_loss"], "sm_75").asm["ptx"]
 selects = re.findall("selp.f32 .*7FC00000.*", old)
@@ -105,12 +92,9 @@ def judged(stack, in_loops, ptx=None):
 def without_vectors(usage, arch, launch, ptx):
     return report_judged(usage, arch, launch, ptx.replace(".v4", ""))
 
-def with_barriers(text):
-    return [x._replace(barriers=6) for x in loops(text)]
-
-def problems(launches=(), budget=None, budgeted=None, names=None, items=None):
+def problems(launches=(), budget=None, names=None, items=None):
     launches = [of[x] if isinstance(x, str) else x for x in launches]
-    budgeted = {budget: budgets[budget]} if budget else budgeted or {}
+    budgeted = {budget: budgets[budget]} if budget else {}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sass, "budgeted", lambda half: budgeted))
         if names:
@@ -165,14 +149,10 @@ def test_innermost_loops_are_read():
     # Unrolled: twelve logits, where a block has eight per thread.
     assert compile_sass.logits_per_thread(launch, loop) == 12
     # sm_75 has budgets of its own, and so has the loop over the last blocks.
-    slow, last, slower = (
-        loop._replace(instructions=n * 12, shuffles=0, other_stores=0) for n in (13, 15, 17)
-    )
+    slow, last = (loop._replace(instructions=n * 12, shuffles=0, other_stores=0) for n in (13, 15))
     assert compile_sass.problems_of("token_stats", launch, [slow, last], "sm_75") == []
     (problem,) = compile_sass.problems_of("token_stats", launch, [slow, last], "sm_80")
     assert "13.0 instructions per logit, of 12, on sm_80" in problem
-    (problem,) = compile_sass.problems_of("token_stats", launch, [slower], "sm_80")
-    assert "17.0 instructions per logit, of 16, on sm_80" in problem
 
 
 def test_a_table_that_is_not_the_stored_one_is_seen():
@@ -180,19 +160,6 @@ def test_a_table_that_is_not_the_stored_one_is_seen():
     stored, few = "\n".join(["# Title", "", *rows]), [rows[0], rows[2].replace("9", "99")]
     assert differences(stored, ["", "", rows[0], rows[2]], ["sm_80"]) == []
     assert differences(stored, ["", "", *few], ["sm_80"]) == [f"- {rows[2]}", f"+ {few[1]}"]
-    page = with_section(with_section("", "3.6.0", "old"), "3.7.1", "new")
-    changed = with_section(page, "3.7.1", "newer")
-    assert section_of(changed, "3.7.1").split() == ["##", "Triton", "3.7.1", "newer"]
-    assert section_of(changed, "3.6.0") == section_of(page, "3.6.0") != ""
-
-
-def test_the_page_has_each_gpu_and_its_half_precision():
-    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text().split("## Which GPUs")[1]
-    rows = re.findall(r"^\| (\w+): .* \| (.*?) \|$", page, re.M)
-    assert [name for name, _ in rows] == list(ARCHITECTURES)
-    for name, half in rows:
-        nvidia = ARCHITECTURES[name].backend == "cuda"
-        assert half.startswith("bf16") == (nvidia and ARCHITECTURES[name].half == torch.bfloat16)
 
 
 def test_every_pair_of_options_of_the_kernels_is_launched():
@@ -203,10 +170,6 @@ flags = {}
 for launch in launches:
     for name, value in launch.constants:
         flags.setdefault((launch.kernel, name), set()).add(value)
-one_valued = [k for k, v in flags.items() if v <= {True, False} and len(v) < 2]
-assert not one_valued, one_valued
-assert flags["policy_loss_kernel", "SURROGATE"] == {"clip", "cispo"}
-assert flags["policy_loss_kernel", "KL_ESTIMATOR"] == {"k1", "k2", "k3"}
 drawn = [dict(x.constants) for x in launches if x.kernel == "policy_loss_kernel"]
 for a, b in combinations([n for n in drawn[0] if n != "BLOCK_N"], 2):
     for u, v in product(flags["policy_loss_kernel", a], flags["policy_loss_kernel", b]):

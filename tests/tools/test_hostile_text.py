@@ -91,9 +91,6 @@ READERS = {
         ["--config", str(written(text, folder / "run.yaml"))]), (
         "model: m\nsteps: 3\nrewards: [answer]\nlearning_rate: 1e-6\nlora_rank: null\n",
     )),
-    "arguments": (lambda text, folder: command_line.parse_config(text.split("\n")[:20]), (
-        "--model\nm\n--steps\n3\n--rewards\nanswer\n--beta=0.1\n--chat",
-    )),
     "log": (read_log, (
         '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step"', '{"reward": 1}\n[1]\n3',
     )),

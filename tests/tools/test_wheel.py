@@ -1,6 +1,5 @@
 """The built wheel, installed into an environment that has nothing else."""
 
-import json
 import re
 import subprocess
 import sys
@@ -67,13 +66,11 @@ def test_contents(wheel, tmp_path):
     # As `twine check --strict` does, which brings twenty packages.
     metadata = Metadata.from_email(text, validate=True)
     assert metadata.description == (ROOT / "README.md").read_text()
-    assert str(metadata.version) == __version__ and metadata.license_expression == "MIT"
     about = f"grpo_kernels-{__version__}.dist-info/"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         plugins = archive.read(f"{about}entry_points.txt").decode()
     assert {name for name in names if not name.startswith(about)} == package
-    assert f"{about}licenses/LICENSE" in names
     assert "grpo_kernels = grpo_kernels.integrations.verl_plugin" in plugins
 
 
@@ -88,25 +85,21 @@ def test_the_hub_has_every_file_of_the_core(wheel, tmp_path):
     for folder in (*variants, tmp_path / "torch-ext/grpo_kernels"):
         there = {x.relative_to(folder) for x in folder.rglob("*") if x.is_file()}
         assert there - {Path("metadata.json")} == core, folder
-    extensions = re.search("pyext = (.*)", (tmp_path / "build.toml").read_text())[1]
-    assert {*json.loads(extensions)} == {x.suffix[1:] for x in core}
 
 
-@pytest.mark.parametrize("others", (["thesis.tex"], [".git/HEAD"], ["build/own.o", "LICENSE"]))
-def test_the_hub_s_folder_is_replaced_and_others_are_not(others, tmp_path):
+def test_the_hub_s_folder_is_replaced_and_others_are_not(tmp_path):
     command = sys.executable, ROOT / "packaging/kernel_package.py", tmp_path / "kernel"
     _done(*command)
     (left := tmp_path / "kernel/build/torch-old").mkdir()
     _done(*command)
     assert not left.exists()
-    folder = tmp_path / "mine"
-    for name in others:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("mine")
-    done = _run(*command[:2], folder)
+    own = [tmp_path / "mine" / name for name in ("build/own.o", "LICENSE")]
+    own[0].parent.mkdir(parents=True)
+    for path in own:
+        path.write_text("mine")
+    done = _run(*command[:2], tmp_path / "mine")
     assert done.returncode == 1 and "FOLDER: expected a new folder, or one of an" in done.stderr
-    assert others[0].split("/")[0] in done.stderr and len(done.stderr.splitlines()) == 1
-    assert [(folder / name).read_text() for name in others] == ["mine"] * len(others)
+    assert [path.read_text() for path in own] == ["mine"] * 2
 
 
 def test_an_environment_without_anything_else(python):
