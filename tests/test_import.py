@@ -221,6 +221,36 @@ def test_imports_what_its_part_may(module):
         assert [x for x in sorted(inside) if not {x, x.split(".")[0]} & allowed] == []
 
 
+@pytest.mark.parametrize("part", ("", "training"))
+def test_no_module_imports_itself_by_way_of_others(part):
+    """At the head of its file or inside of a function; in the trainer also for type checkers."""
+    modules = [module for module in FILES if module.startswith(part)]
+    imported = {module: imports_of(module, types=bool(part))[0] for module in modules}
+    while leaves := {name for name, needs in imported.items() if not needs & set(imported)}:
+        imported = {name: needs for name, needs in imported.items() if name not in leaves}
+    assert not imported, f"in or behind a circle: {sorted(imported)}"
+
+
+# What is written once
+
+CALLS = ("fused_grpo_loss", "linear_logprobs", "grpo_loss")
+
+
+def test_the_plan_alone_knows_the_capabilities():
+    """Only the plan imports capabilities, and only inside of functions."""
+    optional = {"support", "shards", "many_targets", "two_heads"}
+    for path in [*PACKAGE.glob("*.py"), *(PACKAGE / "head").glob("*.py")]:
+        if path.stem in (*optional, "doctor"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            if (node.module or "").split(".")[-1] in optional:
+                # The package's `__getattr__` asks for what is public.
+                assert path.stem in ("plan", "__init__"), path
+                assert node.col_offset > 0, path
+
+
 # What is written once
 
 CALLS = ("fused_grpo_loss", "linear_logprobs", "grpo_loss")
