@@ -29,7 +29,6 @@ from tests.helpers.head_options import BACKENDS, exact_and_actual
         ({"loss_type": "cispo"}, True),
         *(({"beta": 0.1, "kl_estimator": x}, x in ("k1", "k2", "k3")) for x in KL_ESTIMATORS),
         ({"beta": 0.1, "kl_clamp": 1.0}, False),
-        ({"kl_estimator": "abs", "kl_clamp": 1.0}, True),  # of no KL
         *(({"loss_type": x}, False) for x in ("sapo", "reinforce", "dppo_tv", "gspo", "gmpo")),
         ({"top_entropy_quantile": 0.5}, False),
         ({"top_entropy_quantile": 0.5, "entropy_threshold": 1.0}, True),
@@ -55,10 +54,8 @@ def test_which_objectives_take_the_kernel(options, taken):
     ("options", "has_one"),
     (
         ({}, True),
-        ({"epsilon": 0.05, "epsilon_high": 0.4}, True),
         ({"epsilon": 0.0}, True),
         ({"delta": 1.1}, True),
-        ({"delta": 4.0}, True),
         ({"dual_clip": 3.0}, True),
         ({"is_correction": "token_mask", "top_entropy_quantile": 0.5}, True),
         ({"beta": 0.1, "kl_estimator": "exact"}, True),
@@ -95,11 +92,9 @@ def test_the_closed_form_is_the_objective(options, has_one):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("entropy_coef", (None, 0.0, 0.1))
-def test_empty(entropy_coef, backend):
-    logps = torch.zeros(3, 0, requires_grad=True)
-    entropy = None if entropy_coef is None else torch.zeros(3, 0, requires_grad=True)
-    cfg = config(entropy_coef=entropy_coef or 0.0)
+def test_empty(backend):
+    logps, entropy = (torch.zeros(3, 0, requires_grad=True) for _ in range(2))
+    cfg = config(entropy_coef=0.1)
     out = grpo_loss(logps, torch.ones(3), entropy=entropy, config=cfg, backend=backend)
     out.loss.backward()
     assert out.loss == 0 and logps.grad.shape == (3, 0)

@@ -10,7 +10,6 @@ from grpo_kernels import (
     LMHead,
     Reference,
     Support,
-    fused_grpo_loss,
     linear_logprobs,
     reference,
 )
@@ -32,7 +31,7 @@ BANNED = 40
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
-@pytest.mark.parametrize("option", ("old_logps", "entropy", "everything"))
+@pytest.mark.parametrize("option", ("old_logps", "everything"))
 def test_gemms_in_half_precision_round_their_own_result(option, dtype, monkeypatch):
     imitate(monkeypatch, dtype)
     config_options, options = OPTIONS[option]
@@ -45,7 +44,6 @@ def test_gemms_in_half_precision_round_their_own_result(option, dtype, monkeypat
 # Fields of the head whose steps a model rounds one by one.
 STEPS = {
     "none": {},
-    "bias": {"bias": True},
     "adapter": {"bias": True, "low_rank": True},
     "scale": {"logit_scale": 0.37},
     "softcap": {"softcap": 5.0},
@@ -101,13 +99,6 @@ def test_each_step_is_rounded_as_a_model_rounds_it(case, backend):
         expect_equal(batch, options, tolerance=5e-3)
 
 
-def test_nothing_is_rounded_in_float32():
-    batch = make_batch()
-    hidden, *args = batch.hidden, batch.targets, batch.advantages, batch.mask
-    heads = batch.weight, LMHead(batch.weight, **ROUNDED)
-    assert torch.equal(*(fused_grpo_loss(hidden, head, *args).logps for head in heads))
-
-
 def test_autocast_says_what_the_model_s_dtype_is():
     batch = exact_batch()
     args = batch.targets, batch.mask
@@ -118,8 +109,8 @@ def test_autocast_says_what_the_model_s_dtype_is():
     assert torch.equal(ours, half)
 
 
-@pytest.mark.parametrize(("softcap", "backend"), ((None, "torch"), (6.0, "torch"), (6.0, "triton")))
-@pytest.mark.parametrize("objective", ("old_logps", "entropy", "is_sequence_on_policy"))
+@pytest.mark.parametrize(("softcap", "backend"), ((None, "torch"), (6.0, "triton")))
+@pytest.mark.parametrize("objective", ("entropy", "is_sequence_on_policy"))
 def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
     """A banned entry has no probability and no gradient, as if the head lacked the row."""
     batch, fewer = make_batch(), make_batch()

@@ -5,21 +5,19 @@ import warnings
 import pytest
 import torch
 
-from benchmarks.workloads import make
-from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels import Execution, linear_logprobs
 from grpo_kernels.base.autograd import scaled_gradient
 from grpo_kernels.head import call as head_calls
 from grpo_kernels.head.call import head_call
 from grpo_kernels.head.products import (
     WeightGrad,
-    add_product,
     as_operand,
     column_slices,
     columns_at_once,
     new_buffers,
     slices_of,
 )
-from tests.helpers.batches import config, make_batch, relative_error
+from tests.helpers.batches import config, make_batch
 from tests.helpers.fake_cuda import CountedCUDA, EmulatedCUDA
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import OPTIONS, TOLERANCE, expect_equal, watch_products
@@ -41,7 +39,6 @@ HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
     (
         (8, BF16, BF16, None, BF16, False),
         (7, BF16, BF16, None, FULL, True),
-        (7, HALF, HALF, None, HALF, False),
         (7, FULL, FULL, BF16, FULL, True),
         (7, BF16, BF16, HALF, HALF, False),
         (7, FULL, FULL, None, FULL, False),
@@ -155,22 +152,6 @@ def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time(monkeyp
     assert sum(sizes) == 5000
 
 
-@pytest.mark.parametrize("beta", (0.0, 1.0))
-def test_rows_of_a_multiple_are_products_of_one_shape(beta, monkeypatch):
-    """Each is the same bits in any company, which one product over all rows need not be."""
-    shapes = []
-
-    def product(a, b):
-        shapes.append(tuple(a.shape))
-        return a @ b
-
-    watch_products(monkeypatch, product)
-    a, b, before = torch.randn(12, 7), torch.randn(7, 9), torch.randn(12, 9)
-    add_product(out := before.clone(), a, b, beta=beta, multiple=4)
-    assert shapes == [(4, 7)] * 3
-    torch.testing.assert_close(out, a @ b + beta * before)
-
-
 # Half-precision products of a GPU, imitated on a CPU, in one sweep and in two
 
 
@@ -186,19 +167,3 @@ def test_half_precision_products(option, dtype, monkeypatch):
     tolerance = 5e-3 if dtype == torch.bfloat16 else TOLERANCE[dtype]
     options = {**options, **how, "config": config(**config_options)}
     expect_equal(batch, options, tolerance=tolerance)
-
-
-def test_errors_of_half_precision_products(monkeypatch):
-    """On realistic samples: the limits that the design states."""
-    w = make("dense", (1024, 8009, 256)).to(torch.bfloat16)
-    exact = [x.double().requires_grad_() for x in (w.hidden, w.weight)]
-    rest = (w.targets, w.advantages)
-    reference.fused_grpo_loss(*exact, *rest, old_logps=w.old_logps.double()).loss.backward()
-    imitate(monkeypatch, torch.bfloat16)
-    head = [x.clone().requires_grad_() for x in (w.hidden, w.weight)]
-    out = fused_grpo_loss(*head, *rest, old_logps=w.old_logps)
-    out.loss.backward()
-    for name, actual, truth in zip(("hidden", "weight"), head, exact, strict=True):
-        error = relative_error(actual.grad.double(), truth.grad)
-        print(f"d_{name} error: {error:.2e}")
-        assert 1e-3 < error <= 3e-3, name
