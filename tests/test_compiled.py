@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.parallel import DistributedDataParallel
 
 import grpo_kernels
 from grpo_kernels import GRPOLossConfig, LMHead, Reference
@@ -94,13 +92,3 @@ def test_values_and_gradients_are_those_of_eager(name, backend):
         expect_equal(gradients(model, torch.compile(model, backend=counter), batch), expected)
         graphs.append(counter.frame_count)
     assert graphs[0] == graphs[1] >= 2  # the body, and what follows the call
-
-
-def test_under_the_optimizer_of_ddp(one_rank, monkeypatch):
-    """DDP's optimizer splits graphs where buckets of gradients end."""
-    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
-    model, batch = Model(grpo), make_batch()
-    expected = gradients(model, model, batch)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=2e-3)
-    assert torch._dynamo.config.optimize_ddp
-    expect_equal(gradients(model, torch.compile(wrapped, backend="aot_eager"), batch), expected)

@@ -1,16 +1,13 @@
 """`grpo_loss` where it is delicate; its values, metrics and gradients are in `test_pairs.py`."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from grpo_kernels import grpo_loss
 from grpo_kernels.base.sequences import Sequences
-from grpo_kernels.kernels import PolicyLossResult
 from grpo_kernels.loss.config import KL_ESTIMATORS
-from grpo_kernels.loss.grpo_loss import policy_loss_and_grads
 from grpo_kernels.loss.objective import (
     objective_in_closed_form,
     policy_objective,
@@ -19,35 +16,6 @@ from grpo_kernels.loss.objective import (
 from grpo_kernels.loss.tokens import Tokens
 from tests.helpers.batches import config, make_batch
 from tests.helpers.head_options import BACKENDS, exact_and_actual
-
-
-@pytest.mark.parametrize(
-    ("options", "taken"),
-    (
-        ({}, True),
-        ({"dual_clip": 3.0, "entropy_coef": 0.1}, True),
-        ({"loss_type": "cispo"}, True),
-        *(({"beta": 0.1, "kl_estimator": x}, x in ("k1", "k2", "k3")) for x in KL_ESTIMATORS),
-        ({"beta": 0.1, "kl_clamp": 1.0}, False),
-        *(({"loss_type": x}, False) for x in ("sapo", "reinforce", "dppo_tv", "gspo", "gmpo")),
-        ({"top_entropy_quantile": 0.5}, False),
-        ({"top_entropy_quantile": 0.5, "entropy_threshold": 1.0}, True),
-    ),
-    ids=str,
-)
-def test_which_objectives_take_the_kernel(options, taken):
-    calls = []
-
-    def kernel(logps, entropy, **kwargs):
-        calls.append(kwargs)
-        return PolicyLossResult(logps.sum(), logps, None)
-
-    x, ones = torch.zeros(3), torch.ones(3)
-    sequences = Sequences(1, torch.zeros(3, dtype=torch.long))
-    tokens = Tokens(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
-    for backend in (SimpleNamespace(policy_loss=kernel), SimpleNamespace(policy_loss=None)):
-        policy_loss_and_grads(config(**options), tokens, x, ones, backend, grad=True)
-        assert len(calls) == taken
 
 
 @pytest.mark.parametrize(

@@ -129,22 +129,6 @@ def test_a_strip_is_one_wave_of_the_sweep(on_a_gpu):
     assert plan_of_all(16_384, on_a_gpu, RowBytes(QWEN, 2, strips=True)).logit_rows == 512
 
 
-def test_buffers_have_two_sizes_whatever_the_mask_is(on_a_gpu):
-    """With more sizes, memory freed to the allocator would not be reused."""
-    positions, sizes = 16_384, set()
-    for rows in range(100, positions, 300):
-        active = torch.zeros(positions, dtype=torch.bool, device=on_a_gpu.device)
-        on_a_gpu.gpu.answers = [[rows, rows // 2]]
-        plan = plan_rows(
-            active, active, ValueChecks(), on_a_gpu, positions, RowBytes(QWEN, 2, strips=True), None
-        )
-        assert (plan.num_rows, plan.num_grad_rows) == (rows, rows // 2)
-        sizes.add((plan.gradient_buffer_rows, plan.logit_rows))
-    assert sizes == {(4864, 640)} and plan.bytes_taken <= 1792 << 20
-    # A call of few tokens takes as much as these need.
-    assert plan_of_all(700, on_a_gpu, RowBytes(QWEN, 2, strips=True)).gradient_buffer_rows == 700
-
-
 def test_blocks_have_few_sizes():
     """The budget, a quarter of it, and so on; what takes more than the budget has its own."""
     sizes = {block_bytes(taken, 1000) for taken in range(1, 1001)}
