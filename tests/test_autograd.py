@@ -1,7 +1,6 @@
 """The calls inside the machinery of training: each gives what it gives alone."""
 
 import contextlib
-import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,13 +20,10 @@ from grpo_kernels import (
     fused_grpo_loss,
     grpo_loss,
     linear_logprobs,
-    reference,
 )
 from grpo_kernels.base.autograd import float16_scale
-from grpo_kernels.head import call as head_calls
 from grpo_kernels.kernels.divergences import DIVERGENCES
 from tests.helpers.batches import make_batch, relative_error
-from tests.helpers.fake_cuda import CountedCUDA
 from tests.helpers.head_options import BACKENDS, expect_equal
 from tests.helpers.supports import make_support
 from tests.helpers.tiers import cases, in_turn
@@ -236,43 +232,17 @@ def test_autocast_computes_in_float32(call, inputs):
     expect_close(run(under_autocast, inputs), run(call, inputs))
 
 
-@pytest.mark.parametrize(("name", "loss_type"), (("hidden", "dapo"), ("weight", "gspo")))
-def test_mixed_dtypes(name, loss_type):
-    """A float32 head under a bf16 body, and the reverse: computed from both as they are."""
+@pytest.mark.parametrize(
+    ("half", "loss_type"), (("hidden", "dapo"), ("weight", "gspo"), ("hidden weight", "dapo"))
+)
+def test_mixed_dtypes(half, loss_type):
+    """A float32 head under a bf16 body, the reverse, or an adapter as PEFT trains it."""
     batch, config = make_batch(), GRPOLossConfig(loss_type=loss_type)
-    setattr(batch, name, getattr(batch, name).bfloat16())
-    expect_equal(batch, {"old_logps": True, "config": config}, tolerance=2.5e-3)
-
-
-def test_a_bf16_head_with_a_float32_adapter():
-    """PEFT trains `lora_b` and freezes the weight."""
-    batch, grads = make_batch(), []
-    g = torch.Generator().manual_seed(1)
-    hidden, weight = batch.hidden.bfloat16(), batch.weight.bfloat16()
-    trained = hidden, batch.hidden[..., :5], torch.randn(1003, 5, generator=g)
-    for package, dtype in ((grpo_kernels, None), (reference, torch.float64)):
-        leaves = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in trained]
-        lm_head = LMHead(weight.to(dtype or weight.dtype), low_rank=tuple(leaves[1:]))
-        args = leaves[0], lm_head, batch.targets, batch.advantages, batch.mask
-        package.fused_grpo_loss(*args).loss.backward()
-        grads.append([x.grad for x in leaves])
-    for actual, truth in zip(*grads, strict=True):
-        assert relative_error(actual, truth) < 2.5e-3
-
-
-def test_operands_of_two_dtypes_are_warned_of_once(real_memory, monkeypatch):
-    """On a GPU, outside autocast: their GEMMs run in float32."""
-    head_calls._warn_of_float32_products.cache_clear()
-    said = "weight: bfloat16 hidden states and a float32 head are multiplied in float32"
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
-    for autocast, expected in ((True, 0), (False, 1), (False, 0)):
-        monkeypatch.setattr(torch, "is_autocast_enabled", lambda _, on=autocast: on)
-        with CountedCUDA(), warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            hidden = torch.empty(8, 16, dtype=torch.bfloat16, device="cuda")
-            targets = torch.empty(8, dtype=torch.long, device="cuda")
-            linear_logprobs(hidden, torch.empty(99, 16, device="cuda"), targets)
-        assert [said in str(x.message) for x in warned].count(True) == expected
+    low_rank = batch.hidden[..., :5] / 4, batch.weight[:, -5:] / 4
+    for name in half.split():
+        setattr(batch, name, getattr(batch, name).bfloat16())
+    options = {"head": {"low_rank": low_rank}, "old_logps": True, "config": config}
+    expect_equal(batch, options, tolerance=2.5e-3)
 
 
 @pytest.mark.parametrize("use_reentrant", (False, True))

@@ -133,21 +133,6 @@ def test_a_callable_says_its_aggregation_and_what_needs_no_gradient():
     assert GRPOLossConfig(loss_type=LOSSES["entropy in one pass"][0]).entropy_has_gradient
 
 
-def test_claims_of_a_formula_are_not_inherited_by_another():
-    class Restated(Pulled, Clip):
-        token_local = True
-
-    class Named(Clip):
-        aggregation = "bnpo"
-
-    for loss in (OwnRatio(), Mixed(), OfTheCall()):
-        assert not loss.token_local and not loss.gradient_needs_advantage and loss.kernel() is None
-        assert type(loss).closed_form is Loss.closed_form
-    assert Restated().token_local and not Restated().gradient_needs_advantage
-    assert Named().token_local and Named().kernel() == Clip().kernel() is not None
-    assert Restated.closed_form is Loss.closed_form and Named.closed_form is Clip.closed_form
-
-
 @pytest.mark.usefixtures("real_memory")
 def test_a_trainer_trains_what_the_loss_trains(tiny_model, tmp_path):
     """In the second update tokens of groups with equal rewards have moved, and are pulled back."""

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from grpo_kernels import Execution, linear_logprobs
+from grpo_kernels import Execution
 from grpo_kernels.base.autograd import scaled_gradient
 from grpo_kernels.head import call as head_calls
 from grpo_kernels.head.call import head_call
@@ -13,42 +13,37 @@ from grpo_kernels.head.products import (
     WeightGrad,
     as_operand,
     column_slices,
-    columns_at_once,
     new_buffers,
     slices_of,
 )
 from tests.helpers.batches import config, make_batch
 from tests.helpers.fake_cuda import CountedCUDA, EmulatedCUDA
 from tests.helpers.half_gemms import imitate
-from tests.helpers.head_options import OPTIONS, TOLERANCE, expect_equal, watch_products
-
-
-def test_gemms_on_a_cpu_take_float32():
-    x, targets = torch.zeros(1, 1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
-    for operand, autocast in ((x, False), (x.float(), True)):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            call = head_call(operand, operand, targets, None, None, Execution(backend="torch"))
-        assert call.spec.dtype == torch.float32
-
+from tests.helpers.head_options import OPTIONS, TOLERANCE, expect_equal
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
+EMULATED = "pass float16 hidden states"
 
 
 @pytest.mark.parametrize(
-    ("major", "hidden", "weight", "autocast", "expected", "warns"),
+    ("major", "hidden", "weight", "autocast", "expected", "said"),
     (
-        (8, BF16, BF16, None, BF16, False),
-        (7, BF16, BF16, None, FULL, True),
-        (7, FULL, FULL, BF16, FULL, True),
-        (7, BF16, BF16, HALF, HALF, False),
-        (7, FULL, FULL, None, FULL, False),
+        (8, BF16, BF16, None, BF16, []),
+        (7, BF16, BF16, None, FULL, [EMULATED]),
+        (7, FULL, FULL, BF16, FULL, [EMULATED]),
+        (7, BF16, BF16, HALF, HALF, []),
+        (7, FULL, FULL, None, FULL, []),
+        # Operands of two dtypes.
+        (8, BF16, FULL, None, FULL, ["bfloat16 hidden states and a float32 head are multiplied"]),
+        (8, BF16, FULL, BF16, BF16, []),
     ),
 )
-def test_a_gpu_without_bf16_multiplies_it_in_float32(
-    major, hidden, weight, autocast, expected, warns, real_memory, monkeypatch
+def test_what_a_gpu_multiplies_in_float32(
+    major, hidden, weight, autocast, expected, said, real_memory, monkeypatch
 ):
-    """A T4, whose half precision is float16; the warning comes once and names the way out."""
+    """Bf16 on a T4, whose half precision is float16; the warning comes once."""
     head_calls._warn_of_emulated_bf16.cache_clear()
+    head_calls._warn_of_float32_products.cache_clear()
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: autocast is not None)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: autocast)
     with CountedCUDA(major=major), warnings.catch_warnings(record=True) as warned:
@@ -58,8 +53,7 @@ def test_a_gpu_without_bf16_multiplies_it_in_float32(
         for _ in range(2):
             call = head_call(x, y, targets, None, None, Execution(backend="torch"))
             assert call.spec.dtype == expected
-    messages = [str(x.message) for x in warned]
-    assert len(messages) == warns and all("pass float16 hidden" in x for x in messages)
+    assert all(text in str(x.message) for text, x in zip(said, warned, strict=True))
 
 
 def test_values_of_a_gpu_without_bf16(real_memory):
@@ -136,20 +130,6 @@ def test_a_weight_that_no_gemm_takes_is_copied():
     assert as_operand(weight, dtype) is weight and as_operand(weight.T, dtype).T.equal(weight)
     assert as_operand(weight.T, dtype).data_ptr() == weight.data_ptr()
     assert as_operand(weight[:, ::2], dtype).is_contiguous()
-
-
-def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time(monkeypatch):
-    hidden, weight, sizes = torch.randn(5, 8), torch.randn(5000, 8), []
-
-    def product(a, b):
-        sizes.append(b.shape[1])
-        return a @ b
-
-    watch_products(monkeypatch, product)
-    linear_logprobs(hidden, weight, torch.zeros(5, dtype=torch.int64))
-    most = columns_at_once(weight)
-    assert most % torch.get_num_threads() == 0 and max(sizes) == min(most, 5000)
-    assert sum(sizes) == 5000
 
 
 # Half-precision products of a GPU, imitated on a CPU, in one sweep and in two

@@ -12,13 +12,12 @@ from grpo_kernels import (
     Support,
     batch_support,
     fused_grpo_loss,
-    grpo_loss,
     linear_logprobs,
 )
 from grpo_kernels.head.support import _warn_of_wide_sets
 from tests.helpers.batches import config, make_batch
 from tests.helpers.half_gemms import imitate
-from tests.helpers.head_options import BACKENDS, exact_and_actual, objective_options
+from tests.helpers.head_options import exact_and_actual, objective_options
 from tests.helpers.head_options import expect_equal as expect_equal_without
 from tests.helpers.supports import csr, make_support, with_logps_of
 
@@ -41,27 +40,6 @@ def test_half_products(batch, monkeypatch):
     batch = batch.to("cpu", torch.bfloat16)
     support = make_support(batch, without=0.1)
     expect_equal(batch, support, objective_options("kl_old_delta"), tolerance=8e-3)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_single_entries_read_nothing(backend):
-    """Log-prob 0 and no gradient, whatever the states and the row of W are."""
-    batch = make_batch(**SMALL)
-    targets = torch.randint(0, 30, batch.mask.shape)
-    support = csr([[t] for t in targets.flatten().tolist()])
-    hidden, weight = (
-        torch.full_like(x, torch.nan).requires_grad_() for x in (batch.hidden, batch.weight)
-    )
-    old_logps = torch.full(targets.shape, 0.1)
-    out = fused_grpo_loss(
-        hidden, weight, targets, batch.advantages, old_logps=old_logps, support=support,
-        execution=Execution(backend=backend),
-    )  # fmt: skip
-    out.loss.backward()
-    plain = grpo_loss(torch.zeros(targets.shape), batch.advantages, old_logps=old_logps)
-    torch.testing.assert_close(out.loss, plain.loss)
-    assert not out.logps.any() and not hidden.grad.any() and not weight.grad.any()
-    assert out.metrics["support/singletons"] == out.metrics["support/gathered"] == 1
 
 
 def test_rows_that_no_token_kept_are_not_read(batch):

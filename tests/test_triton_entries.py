@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from grpo_kernels.kernels import Entries, torch_backend, triton_backend, triton_entries
-from tests.helpers.batches import relative_error
 from tests.helpers.tiers import INTERPRETED, cases
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -46,26 +45,16 @@ def operands(K, device, dtype, V=40, N=23):
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_dots(device, K, dtype):
+    """A bias of -inf is a term of the sum: -inf, and no other entry sees it."""
     entries, (x, rows) = on(device, some_entries()), operands(K, device, dtype)
+    if K == 1:
+        rows[3] = -math.inf
     begin = torch.randn(len(entries), device=device)
     expected = begin.double() + (x[entries.tokens].double() * rows[entries.ids].double()).sum(1)
     for backend in (torch_backend, triton_backend):
         out = begin.clone()
         backend.entry_dots(x, rows, entries, out)
-        assert relative_error(out, expected) <= 1e-6
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_dots_with_a_banned_id(device):
-    """A bias of -inf is a term of the sum: -inf, and no other entry sees it."""
-    entries = on(device, some_entries())
-    bias = torch.randn(40, 1, device=device)
-    bias[3] = -math.inf
-    begin = torch.randn(len(entries), device=device)
-    for backend in (torch_backend, triton_backend):
-        out = begin.clone()
-        backend.entry_dots(torch.ones(23, 1, device=device), bias, entries, out)
-        torch.testing.assert_close(out, begin + bias[entries.ids, 0])
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 # A long segment is one of more than 2 * PART entries. Some begin or end at a multiple of PART,
