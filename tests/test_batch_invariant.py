@@ -140,7 +140,7 @@ def test_the_trainers_first_ratios_are_exactly_1(tiny_model, tmp_path):
     # Here, as a second of `make smoke` is this import.
     from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
-    options = {"minibatches": 2, "micro_batch_size": 3, "learning_rate": 1e-30}
+    options = {"minibatches": 2, "micro_batch_size": 16, "learning_rate": 1e-30}
     config = config_of(tiny_model, tmp_path, **options)
     trainer_of(config).train()
     rows = rows_of(tmp_path / "t")

@@ -1,9 +1,12 @@
 """`fused_grpo_loss` where it is delicate: rounding, rows, memory; options: `test_pairs.py`."""
 
+import warnings
+
 import pytest
 import torch
 
-from grpo_kernels import Execution
+from benchmarks.workloads import make
+from grpo_kernels import Execution, fused_grpo_loss
 from tests.helpers.batches import (
     NAN,
     OBJECTIVES,
@@ -55,6 +58,28 @@ def test_small_shares_of_the_loss_do_not_underflow(dtype, scale, half_products, 
     for name in ("hidden", "weight"):
         error = relative_error(actual.gradients[name], expected.gradients[name])
         assert error <= tolerance, name
+
+
+@pytest.mark.gpu
+@pytest.mark.real_gpu
+def test_a_call_waits_once_for_a_gpu():
+    """The row counts are read."""
+    w = make("dense", (1024, 5003, 64), "cuda")
+    head = w.hidden.requires_grad_(), w.weight.requires_grad_()
+
+    def step():
+        out = fused_grpo_loss(*head, w.targets, w.advantages, old_logps=w.old_logps)
+        out.loss.backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchronizing" in str(x.message) for x in caught) == 1
 
 
 def test_advantages_per_token():

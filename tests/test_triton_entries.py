@@ -88,7 +88,9 @@ def is_fast(order, K, dtype):
     )
 
 
-@pytest.mark.parametrize(("order", "K", "dtype"), cases(ORDERS, (50, 1, 16), DTYPES, fast=is_fast))
+@pytest.mark.parametrize(
+    ("order", "K", "dtype"), cases(ORDERS, (50, 1, 16), DTYPES, fast=is_fast), ids=str
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_sums_of_segments(device, order, K, dtype):
     # Once more columns than a block of entries or of parts has, and more parts than one.

@@ -136,7 +136,7 @@ EXTREMES = {
         (case, kind, merged)
         for case, (_, kinds) in EXTREMES.items()
         for kind in kinds
-        for merged in ((False, True) if case == "peaks" else (False,))
+        for merged in ((False, True) if (case, kind) == ("peaks", "jsd") else (False,))
     ],
 )
 def test_models_that_are_far_apart(case, kind, merged, backend):
