@@ -1,4 +1,4 @@
-"""`fused_grpo_loss` where it is delicate: rounding, rows, memory; options: `test_pairs.py`."""
+"""`fused_grpo_loss` where it is delicate: rounding, rows; options: `test_pairs.py`."""
 
 import warnings
 
