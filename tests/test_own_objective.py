@@ -133,6 +133,15 @@ def test_a_callable_says_its_aggregation_and_what_needs_no_gradient():
     assert GRPOLossConfig(loss_type=LOSSES["entropy in one pass"][0]).entropy_has_gradient
 
 
+def test_claims_of_a_formula_are_not_inherited_by_another():
+    class Restated(Pulled, Clip):
+        token_local = True
+
+    for loss in (OwnRatio(), Mixed(), OfTheCall(), Restated()):
+        assert loss.token_local == isinstance(loss, Restated)
+        assert not loss.gradient_needs_advantage and loss.kernel() is None
+
+
 @pytest.mark.usefixtures("real_memory")
 def test_a_trainer_trains_what_the_loss_trains(tiny_model, tmp_path):
     """In the second update tokens of groups with equal rewards have moved, and are pulled back."""
