@@ -31,11 +31,11 @@ test: .venv/installed ## the fast tests [ARGS="-k vespo" WORKERS=8]
 # A step of the trainer; values and gradients of every call on both backends, and what runs each
 # kernel that these do not. The longest come first, as workers then end together.
 PAIRS := tests/test_pairs.py::test_
-SMOKE_TESTS := "tests/test_batch_invariant.py::test_the_trainers_first_ratios_are_exactly_1[16]" \
+SMOKE_TESTS := tests/test_batch_invariant.py::test_the_trainers_first_ratios_are_exactly_1 \
   "$(PAIRS)pair[ranks-triton-reverse]" "$(PAIRS)pair[triton-support-loss]" $(PAIRS)everything \
   "$(PAIRS)objective_of_log_probs[everything-options1]" "$(PAIRS)objective_of_log_probs[old_logps-options1]" \
   tests/test_selective_log_softmax.py::test_temperature \
-  "tests/test_triton_entries.py::test_sums_of_segments[cpu-torch.float32-one-50]"
+  "tests/test_triton_entries.py::test_sums_of_segments[cpu-one-50-torch.float32]"
 smoke: .venv/installed ## a value of each call and kernel, a step of the trainer: seconds
 	$(TEST) $(PARALLEL) $(SMOKE_TESTS) -k "not frozen" $(ARGS)
 

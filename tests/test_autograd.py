@@ -1,10 +1,7 @@
 """The calls inside the machinery of training: each gives what it gives alone."""
 
-import ast
 import contextlib
-import warnings
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,13 +20,10 @@ from grpo_kernels import (
     fused_grpo_loss,
     grpo_loss,
     linear_logprobs,
-    reference,
 )
 from grpo_kernels.base.autograd import float16_scale
-from grpo_kernels.head import call as head_calls
 from grpo_kernels.kernels.divergences import DIVERGENCES
 from tests.helpers.batches import make_batch, relative_error
-from tests.helpers.fake_cuda import CountedCUDA
 from tests.helpers.head_options import BACKENDS, expect_equal
 from tests.helpers.supports import make_support
 from tests.helpers.tiers import cases, in_turn
@@ -157,6 +151,8 @@ LAYOUTS = {
 def test_inputs_and_gradients_that_are_not_dense(name, layout, backend, inputs):
     """Kernels address them as if they were."""
     lay_out = LAYOUTS[layout]
+    if backend == "triton":  # whose interpreter is slow
+        inputs = inputs_of(make_batch(B=2, T=3, H=24, V=61))
 
     def with_gradients(made):
         def call(x):
@@ -229,83 +225,26 @@ def test_other_defaults_change_nothing(name, backend, real_memory):
     expect_close(actual, expected, 0.0)
 
 
-FLOATS = {
-    "tensor", "as_tensor", "asarray", "scalar_tensor", "zeros", "ones", "empty", "full", "eye",
-    "empty_strided", "linspace", "logspace", "rand", "randn", "normal", "Tensor", "FloatTensor",
-}  # fmt: skip
-MAKERS = FLOATS | {"arange", "randint", "randperm"}
-
-
-def test_every_tensor_is_made_with_a_dtype_and_a_device():
-    """No call in the package leaves them out: `new_zeros` has those of its tensor."""
-    for path in Path(grpo_kernels.__file__).parent.rglob("*.py"):
-        nodes = [*ast.walk(ast.parse(path.read_text()))]
-        placed = {
-            id(x) for node in nodes if isinstance(node, ast.With)
-            and ast.unparse(node.items[0]).startswith("torch.device(") for x in ast.walk(node)
-        }  # fmt: skip
-        for node in nodes:
-            if isinstance(node, ast.ImportFrom) and node.module == "torch":
-                assert not MAKERS - {"Tensor"} & {x.name for x in node.names}, path
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            calls_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-            if calls_torch and (name := node.func.attr) in MAKERS:
-                given = {x.arg for x in node.keywords}
-                assert "dtype" in given or name not in FLOATS, f"{path}:{node.lineno}"
-                # The doctor is a command, which sets no default.
-                here = id(node) in placed or path.name == "doctor.py"
-                assert "device" in given or here, f"{path}:{node.lineno}"
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @every_call
-def test_autocast_computes_in_float32(call, dtype, inputs):
+def test_autocast_computes_in_float32(call, inputs):
     def under_autocast(x):
-        with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             return call(x)
 
     expect_close(run(under_autocast, inputs), run(call, inputs))
 
 
-@pytest.mark.parametrize("name", ("hidden", "weight"))
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_mixed_dtypes(loss_type, name):
-    """A float32 head under a bf16 body, and the reverse: computed from both as they are."""
+@pytest.mark.parametrize(
+    ("half", "loss_type"), (("hidden", "dapo"), ("weight", "gspo"), ("hidden weight", "dapo"))
+)
+def test_mixed_dtypes(half, loss_type):
+    """A float32 head under a bf16 body, the reverse, or an adapter as PEFT trains it."""
     batch, config = make_batch(), GRPOLossConfig(loss_type=loss_type)
-    setattr(batch, name, getattr(batch, name).bfloat16())
-    expect_equal(batch, {"old_logps": True, "config": config}, tolerance=2.5e-3)
-
-
-def test_a_bf16_head_with_a_float32_adapter():
-    """PEFT trains `lora_b` and freezes the weight."""
-    batch, grads = make_batch(), []
-    g = torch.Generator().manual_seed(1)
-    hidden, weight = batch.hidden.bfloat16(), batch.weight.bfloat16()
-    trained = hidden, batch.hidden[..., :5], torch.randn(1003, 5, generator=g)
-    for package, dtype in ((grpo_kernels, None), (reference, torch.float64)):
-        leaves = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in trained]
-        lm_head = LMHead(weight.to(dtype or weight.dtype), low_rank=tuple(leaves[1:]))
-        args = leaves[0], lm_head, batch.targets, batch.advantages, batch.mask
-        package.fused_grpo_loss(*args).loss.backward()
-        grads.append([x.grad for x in leaves])
-    for actual, truth in zip(*grads, strict=True):
-        assert relative_error(actual, truth) < 2.5e-3
-
-
-def test_operands_of_two_dtypes_are_warned_of_once(real_memory, monkeypatch):
-    """On a GPU, outside autocast: their GEMMs run in float32."""
-    head_calls._warn_of_float32_products.cache_clear()
-    said = "weight: bfloat16 hidden states and a float32 head are multiplied in float32"
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
-    for autocast, expected in ((True, 0), (False, 1), (False, 0)):
-        monkeypatch.setattr(torch, "is_autocast_enabled", lambda _, on=autocast: on)
-        with CountedCUDA(), warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            hidden = torch.empty(8, 16, dtype=torch.bfloat16, device="cuda")
-            targets = torch.empty(8, dtype=torch.long, device="cuda")
-            linear_logprobs(hidden, torch.empty(99, 16, device="cuda"), targets)
-        assert [said in str(x.message) for x in warned].count(True) == expected
+    low_rank = batch.hidden[..., :5] / 4, batch.weight[:, -5:] / 4
+    for name in half.split():
+        setattr(batch, name, getattr(batch, name).bfloat16())
+    options = {"head": {"low_rank": low_rank}, "old_logps": True, "config": config}
+    expect_equal(batch, options, tolerance=2.5e-3)
 
 
 @pytest.mark.parametrize("use_reentrant", (False, True))
@@ -345,18 +284,6 @@ def test_retained_graph_gives_the_same_twice(call, inputs):
         total.backward()
 
 
-@pytest.mark.parametrize("factor", (1, 3))
-@pytest.mark.parametrize("name", ("fused_loss", "reverse", "loss"))
-def test_a_loss_whose_gradient_is_1_takes_no_pass_over_the_gradients(name, factor, inputs):
-    """On a CPU; another one scales what the forward stored in place."""
-    loss = CALLS[name](prepared(inputs)).loss
-    stored = [x for x in loss.grad_fn.saved_tensors if x is not None]
-    versions = [x._version for x in stored]
-    (factor * loss).backward()
-    moved = [x._version > before for x, before in zip(stored, versions, strict=True)]
-    assert any(moved) == (factor != 1)
-
-
 @pytest.mark.parametrize(
     ("name", "leaf", "said"),
     (
@@ -378,15 +305,9 @@ def test_nothing_but_the_loss_has_a_gradient(name, inputs):
     assert first.requires_grad and not any(x.requires_grad for x in rest)
 
 
-@pytest.mark.parametrize("largest", (1e-25, 3e-6, 0.999, 1.0, 1.001, 700.0, 1e30))
+@pytest.mark.parametrize("largest", (0.0, 1e-40, 1e-25, 0.999, 1.0, 700.0, 1e30, float("inf")))
 def test_what_float16_holds_is_brought_to_between_1_and_2(largest):
+    """Neither the scale nor its inverse is 0, infinite or below float32's normal numbers."""
     scale = float16_scale([torch.float32, torch.float16], lambda: torch.tensor(largest))
-    assert 1.0 <= largest * float(scale) < 2.0 and float(scale.log2()) % 1 == 0
-    assert float16_scale([torch.float32, torch.bfloat16], lambda: 1 / 0) is None
-
-
-@pytest.mark.parametrize("largest", (0.0, 1e-40, float("inf")))
-def test_a_scale_can_be_taken_out_again(largest):
-    """Neither it nor its inverse is 0, infinite or below float32's normal numbers."""
-    scale = float16_scale([torch.float16], lambda: torch.tensor(largest))
-    assert 2.0**-126 <= float(scale) <= 2.0**126
+    assert 2.0**-126 <= float(scale) <= 2.0**126 and float(scale.log2()) % 1 == 0
+    assert 1.0 <= largest * float(scale) < 2.0 or not 1e-30 < largest < 1e38

@@ -1,6 +1,5 @@
 """The Triton kernels and the torch backend against each other, and float64, where it bites."""
 
-import inspect
 import math
 
 import pytest
@@ -11,7 +10,7 @@ from grpo_kernels.kernels import LogitTransform, RowGrads, StatGrads, torch_back
 from tests.helpers.batches import relative_error
 from tests.helpers.fake_cuda import EmulatedCUDA
 from tests.helpers.policy_losses import TRANSFORMS, exact_policy_loss, exact_statistics
-from tests.helpers.tiers import INTERPRETED, cases, in_turn
+from tests.helpers.tiers import INTERPRETED, cases
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 BOTH = torch_backend, triton_backend
@@ -103,7 +102,6 @@ def assert_exps_are_the_gradient(logits, targets, transform, backends=BOTH):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("banned", (False, True), ids=("free", "banned"))
 @pytest.mark.parametrize(
     ("V", "option"),
     # Less than a block, a block, several, the last one short.
@@ -112,22 +110,19 @@ def assert_exps_are_the_gradient(logits, targets, transform, backends=BOTH):
         fast=lambda V, option: V == 1003 or (V, option) in ((5, "plain"), (4097, "everything")),
     ),
 )  # fmt: skip
-def test_transforms(V, option, banned, device):
+def test_transforms(V, option, device):
     """A raw logit of -inf has probability 0 and gradient 0; what pads a row is not read."""
-    logits, targets, transform = tile(6, V, device, pad=8 * banned, options=TRANSFORMS[option])
-    if banned:
-        ban_entries(logits, targets)
-    for entropy_grad in (0.0, 1.0):
-        lse_grad = 1.0 - entropy_grad if banned else entropy_grad
+    logits, targets, transform = tile(6, V, device, pad=8, options=TRANSFORMS[option])
+    ban_entries(logits, targets)
+    for lse_grad, entropy_grad in ((1.0, 0.0), (0.0, 1.0)):
         assert_exact(logits, targets, transform, lse_grad, entropy_grad)
     assert_exps_are_the_gradient(logits, targets, transform)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("offset", (-1000.0, 80.0))
-def test_no_logit_near_zero(offset, device):
+def test_no_logit_near_zero(device):
     """A maximum started at 0, or a column past V read as 0, shows where all logits are negative."""
-    logits, targets, transform = tile(4, 5003, device, offset=offset)
+    logits, targets, transform = tile(4, 5003, device, offset=-1000.0)
     expected = logits.double().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     for backend in BOTH:
         stats = backend.token_stats(logits, targets, transform, entropy=True)
@@ -136,10 +131,10 @@ def test_no_logit_near_zero(offset, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("place", (0, 1, 2, 3, "target"))
-@pytest.mark.parametrize("far", cases((50.0, 70.0, 500.0, 3e3), fast=lambda far: far == 70))
+@pytest.mark.parametrize("place", (0, 2, "target"))
+@pytest.mark.parametrize("far", cases((70.0, 3e3), fast=lambda far: far == 70))
 def test_an_anchor_that_is_far_below(far, place, device):
-    """The maximum in every block in turn, out of the reach of what was known before the sweep."""
+    """The maximum in one block or another, out of the reach of what was known before the sweep."""
     V = 3 * 2048 + 900
     logits, targets, transform = tile(6, V, device)
     at = targets if place == "target" else torch.full((6,), place * 2048 + 7, device=device)
@@ -198,70 +193,12 @@ def test_one_sweep_over_infinite_logits(backend, device):
     assert exps[2:].isnan().any(1).all()
 
 
-CHUNK = pytest.param("cuda", 2560, 151_936, marks=(pytest.mark.gpu, pytest.mark.real_gpu))
-SIZES = (("cpu", 6, 5003), CHUNK)
-
-
-@pytest.mark.parametrize(("device", "C", "V"), SIZES)
-@pytest.mark.parametrize(
-    ("dtype", "limit"), (
-        (torch.float32, 2e-5), (torch.float16, 1e-3),
-        pytest.param(torch.bfloat16, 2.5e-3, marks=pytest.mark.compiled),
-    ),
-    ids=("float32", "float16", "bfloat16"),
-)  # fmt: skip
-def test_a_whole_chunk_against_float64(dtype, limit, device, C, V):
-    """On a GPU a chunk as large as in training; the offsets of its rows in bytes pass 2^30."""
-    g = torch.Generator(device).manual_seed(0)
-    logits = torch.randn(C, V, generator=g, device=device).mul_(2)
-    targets = torch.randint(0, V, (C,), generator=g, device=device)
-    logits.scatter_(1, targets[:, None], 10.0)
-    exps = None if dtype == torch.float16 else torch.empty(C, V, dtype=dtype, device=device)
-    plain = LogitTransform()
-    stats = triton_backend.token_stats(logits, targets, plain, entropy=True, exps=exps)
-    d_logps, d_entropy = torch.randn(2, C, generator=g, device=device)
-    d_logits = torch.empty(C, V, dtype=dtype, device=device)
-    grads = RowGrads.of(stats, StatGrads(d_logps, d_entropy))
-    triton_backend.logit_grads_(logits, targets, plain, grads, d_logits)
-    weights = torch.stack([d_logps, 0 * d_logps, d_entropy])
-    for first in range(0, C, 128):
-        rows = slice(first, first + 128)
-        of = logits[rows], targets[rows], plain
-        truth, expected = exact_statistics(*of, weights[:, rows])
-        for actual, true in zip(stats, truth, strict=False):
-            assert (actual[rows] - true).abs().max() <= 1e-4
-        gradients = [(d_logits[rows].double(), expected)]
-        if exps is not None:  # one sweep, without the entropy's gradient
-            swept = row_factors(stats.at(rows), d_logps[rows], plain)[:, None] * exps[rows].double()
-            without = torch.stack([d_logps, 0 * d_logps, 0 * d_logps])[:, rows]
-            gradients.append((swept, exact_statistics(*of, without)[1]))
-        for pair in gradients:
-            assert relative_error(*pair) <= limit
-            # Beside the target's entry the others are small.
-            off_target = (x.scatter(1, targets[rows, None], 0.0) for x in pair)
-            assert relative_error(*off_target) <= limit
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("option", ({"logit_scale": 0.0}, {"temperature": math.inf}), ids=str)
-def test_logits_that_are_all_the_same(option, device):
-    """A scale of 0, or an infinite temperature: uniform, with gradients of 0 but for the target."""
-    logits, targets, _ = tile(4, 2 * 2048 + 5, device)
-    options = {k: torch.full((4,), v, device=device) if k == "temperature" else v
-             for k, v in option.items()}  # fmt: skip
-    for exps in (None, torch.empty_like(logits)):
-        stats = triton_backend.token_stats(
-            logits, targets, LogitTransform(**options), entropy=True, exps=exps
-        )
-        assert (stats.logps + math.log(logits.shape[1])).abs().max() <= 1e-5
-        assert (stats.entropy - math.log(logits.shape[1])).abs().max() <= 1e-5
-
-
 @BACKENDS
-@pytest.mark.parametrize(("option", "offset"), in_turn(TRANSFORMS, (0.0, -300.0)))
-def test_a_target_of_minus_one_is_none_of_the_columns(option, offset, backend, device="cpu"):
+@pytest.mark.parametrize("option", ("plain", "everything"))
+def test_a_target_of_minus_one_is_none_of_the_columns(option, backend):
     """A target of -1 equals a target in an additional column of -inf."""
-    logits, targets, transform = tile(5, 2500, device, offset=offset, options=TRANSFORMS[option])
+    options = TRANSFORMS[option]
+    logits, targets, transform = tile(5, 2500, "cpu", offset=-300.0, options=options)
     targets[:3] = -1
     logits[2, 0] = -math.inf  # no column stands for it
     wide = torch.cat([logits, torch.full((5, 1), -math.inf)], 1)
@@ -299,25 +236,9 @@ def policy_inputs(tokens, device):
     return {k: v.to(device) for k, v in inputs.items()}, logps.to(device), x[7].abs().to(device)
 
 
-def assert_policy_is_exact(logps, entropy, **kwargs):
-    truth = exact_policy_loss(logps, entropy, **kwargs)
-    result = triton_backend.policy_loss(logps, entropy, grad=True, **kwargs)
-    for actual, true in zip(result, truth, strict=True):
-        assert (actual is None) == (true is None)
-        if true is not None:
-            atol = 1e-6 * max(1.0, float(true.abs().amax()))
-            torch.testing.assert_close(actual.double(), true, rtol=2e-5, atol=atol)
-    value = triton_backend.policy_loss(logps, entropy, grad=False, **kwargs)
-    assert value.loss.equal(result.loss) and value.d_logps is value.d_entropy is None
-    return result
-
-
-SURROGATES = {
-    "clip": {"surrogate": "clip", "low": 0.8, "high": 1.3},
-    "delta": {"surrogate": "clip", "low": 0.8, "high": 1.3, "ratio_max": 1.7},
-    "dual_clip": {"surrogate": "clip", "low": 0.8, "high": 1.3, "dual_clip": 1.5},
-    "cispo": {"surrogate": "cispo", "low": 0.8, "high": 1.2, "ratio_max": 1.4},
-}
+CLIP = {"surrogate": "clip", "low": 0.8, "high": 1.3}
+DELTA, DUAL = CLIP | {"ratio_max": 1.7}, CLIP | {"dual_clip": 1.5}
+CISPO = {"surrogate": "cispo", "low": 0.8, "high": 1.2, "ratio_max": 1.4}
 
 
 # A block has 256 tokens. `test_pairs.py` has every objective.
@@ -325,23 +246,29 @@ SURROGATES = {
 @pytest.mark.parametrize(
     ("tokens", "surrogate", "kl", "left_out"),
     (
-        (1000, "clip", {}, ""),
-        (1000, "delta", {"kl_estimator": "k1"}, ""),
-        (257, "dual_clip", {"kl_estimator": "k1", "kl_ratio": True}, ""),
-        (257, "cispo", {"kl_estimator": "k2"}, "scale"),
-        (256, "clip", {"kl_estimator": "k2", "kl_ratio": True}, "mask"),
-        (256, "delta", {"kl_estimator": "k3"}, "entropy"),
-        (255, "dual_clip", {"kl_estimator": "k3", "kl_ratio": True}, "old_logps"),
-        (1, "cispo", {"kl_estimator": "k3", "kl_ratio": True}, ""),
+        (1000, DELTA, {"kl_estimator": "k1"}, ""),
+        (257, DUAL, {"kl_estimator": "k1", "kl_ratio": True}, ""),
+        (257, CISPO, {"kl_estimator": "k2"}, "scale"),
+        (256, CLIP, {"kl_estimator": "k2", "kl_ratio": True}, "mask"),
+        (256, DELTA, {"kl_estimator": "k3"}, "entropy"),
+        (255, DUAL, {"kl_estimator": "k3", "kl_ratio": True}, "old_logps"),
+        (1, CISPO, {}, ""),
     ),
 )
 def test_policy_loss(tokens, surrogate, kl, left_out, device):
     inputs, logps, entropy = policy_inputs(tokens, device)
-    options = {**SURROGATES[surrogate], **kl, "beta": 0.2 if kl else 0.0, "entropy_coef": 0.3}
+    options = {**surrogate, **kl, "beta": 0.2 if kl else 0.0, "entropy_coef": 0.3}
     inputs.pop(left_out, None)
     entropy = None if left_out == "entropy" else entropy
-    result = assert_policy_is_exact(logps, entropy, **inputs, **options)
-    assert result.d_logps.any() and (entropy is None or result.d_entropy.any())
+    truth = exact_policy_loss(logps, entropy, **inputs, **options)
+    result = triton_backend.policy_loss(logps, entropy, grad=True, **inputs, **options)
+    for actual, true in zip(result, truth, strict=True):
+        assert (actual is None) == (true is None)
+        if true is not None:
+            atol = 1e-6 * max(1.0, float(true.abs().amax()))
+            torch.testing.assert_close(actual.double(), true, rtol=2e-5, atol=atol)
+    value = triton_backend.policy_loss(logps, entropy, grad=False, **inputs, **options)
+    assert value.loss.equal(result.loss) and value.d_logps is value.d_entropy is None
     if left_out:
         return
     # Masked tokens are not read.
@@ -349,43 +276,6 @@ def test_policy_loss(tokens, surrogate, kl, left_out, device):
         x[~inputs["mask"]] = math.nan
     again = triton_backend.policy_loss(logps, entropy, grad=True, **inputs, **options)
     assert all(a.equal(b) for a, b in zip(again, result, strict=True))
-
-
-def test_policy_loss_of_no_tokens():
-    inputs, logps, entropy = policy_inputs(0, "cpu")
-    result = triton_backend.policy_loss(logps, entropy, grad=True, **inputs, **SURROGATES["clip"])
-    assert result.loss == 0 and result.d_logps.shape == (0,)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("surrogate", ("clip", "delta", "cispo"))
-def test_a_ratio_that_overflows(surrogate, device):
-    """Loss and gradient are those of a ratio of e^80, unless a bound keeps them finite."""
-    inputs, logps, entropy = policy_inputs(200, device)
-    inputs["old_logps"][::7] = -150.0
-    inputs["advantages"] = inputs["advantages"].abs() if surrogate == "clip" else -1.0 * (
-        inputs["advantages"]
-    )  # fmt: skip
-    result = assert_policy_is_exact(logps, entropy, **inputs, **SURROGATES[surrogate])
-    assert result.loss.isfinite() and result.d_logps.isfinite().all()
-
-
-def options_of(function):
-    """The parameters that a caller knows of, and what is returned."""
-    signature = inspect.signature(function)
-    options = {k: x for k, x in signature.parameters.items() if k not in ("launch", "block_bytes")}
-    return signature.replace(parameters=options.values())
-
-
-def test_backends_have_the_same_signatures():
-    names = set(triton_backend.__all__) - {"policy_loss"}
-    assert torch_backend.policy_loss is None and callable(triton_backend.policy_loss)
-    for name in names:
-        ours, theirs = (getattr(backend, name) for backend in (torch_backend, triton_backend))
-        assert options_of(ours) == options_of(theirs) and ours.__doc__, name
-    functions = {k for k, x in vars(torch_backend).items() if inspect.isfunction(x)
-              and x.__module__ == torch_backend.__name__ and k[0] != "_"}  # fmt: skip
-    assert names == functions - {"row_blocks", "row_sums"}
 
 
 def test_torch_ops_on_another_device(real_memory):

@@ -61,9 +61,8 @@ def assert_same_bits(rows, call, of=N, chunk_bytes=None, **options):
 
 
 PARTS = {
-    "one": [77], "two": [N - 1, 3], "a product": [*range(ROWS)],
-    "one more": [*range(80, 81 + ROWS)],
-    "backwards": [*range(N)][::-1], "twice": [5, 5, 9, 5] * 30, "some": [*range(0, N, 7)],
+    "one": [77], "one more": [*range(80, 81 + ROWS)], "twice": [5, 5, 9, 5] * 30,
+    "backwards": [*range(N)][::-1],
 }  # fmt: skip
 CHUNK = 4 * V * 70
 
@@ -76,11 +75,6 @@ both_calls = pytest.mark.parametrize("call", ("loss", "logprobs"))
 @pytest.mark.parametrize("part", PARTS)
 def test_any_part_in_any_order(part, call, backend):
     assert_same_bits(PARTS[part], call, backend=backend)
-
-
-@both_calls
-def test_a_part_in_the_interpreter(call):
-    assert_same_bits([19, 3], call, of=20, backend="triton")
 
 
 @both_calls
@@ -99,19 +93,13 @@ def test_chunks_and_threads(call, threads):
 
 @both_calls
 @pytest.mark.parametrize(
-    "options",
-    (
-        {"head": {"softcap": 8.0}}, {"head": {"logits_dtype": "model"}}, {"adapter": False},
-        {"adapter": False, "chunk_bytes": CHUNK, "gpu": True},
-    ),
-    ids=("softcap", "logits_dtype", "no_adapter", "half_precision_gemms"),
-)  # fmt: skip
-def test_options(options, call, monkeypatch):
-    options = {"dtype": torch.bfloat16, **options}
-    if options.pop("gpu", False):
+    "options", ({"head": {"logits_dtype": "model"}}, {"adapter": False, "chunk_bytes": CHUNK})
+)
+def test_half_precision(options, call, monkeypatch):
+    if "chunk_bytes" in options:  # the products of a GPU
         imitate(monkeypatch, torch.bfloat16)
     for rows in ([77], [*range(N)][::-1]):
-        assert_same_bits(rows, call, **options)
+        assert_same_bits(rows, call, dtype=torch.bfloat16, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -147,13 +135,12 @@ def test_products_have_one_shape(call, monkeypatch):
 
 
 @pytest.mark.usefixtures("real_memory")
-@pytest.mark.parametrize("size", (3, 16))
-def test_the_trainers_first_ratios_are_exactly_1(tiny_model, tmp_path, size):
+def test_the_trainers_first_ratios_are_exactly_1(tiny_model, tmp_path):
     """Weights stand still, old log-probs are taken before: every ratio of both updates is 1."""
     # Here, as a second of `make smoke` is this import.
     from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
-    options = {"minibatches": 2, "micro_batch_size": size, "learning_rate": 1e-30}
+    options = {"minibatches": 2, "micro_batch_size": 16, "learning_rate": 1e-30}
     config = config_of(tiny_model, tmp_path, **options)
     trainer_of(config).train()
     rows = rows_of(tmp_path / "t")

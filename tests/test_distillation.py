@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from grpo_kernels import Execution, linear_logprobs, topk_kl
-from grpo_kernels import reference as exact
+from grpo_kernels import linear_logprobs, topk_kl
 from grpo_kernels.kernels.divergences import DIVERGENCES
 from tests.helpers.batches import make_batch, relative_error
+from tests.helpers.head_options import exact_and_actual
 
 V = 211
 
@@ -52,28 +52,22 @@ def test_sets_of_all_sizes(direction):
     assert truth.norm() > 0 and relative_error(actual, truth) < 1e-5
 
 
-@both_forms
-def test_topk_kl_under_a_graph_and_functional_transforms(form):
-    g = torch.Generator().manual_seed(6)
-    s, t = torch.randn(2, 4, 3, generator=g).log_softmax(-1) - 0.3
-    more = ()
-    if form == "support":
-        s, t, more = s.flatten(), t.flatten(), (torch.tensor([0, 5, 12]),)
-    leaf = s.clone().requires_grad_()
+def test_topk_kl_under_a_graph_and_functional_transforms():
+    g, more = torch.Generator().manual_seed(6), (torch.tensor([0, 5, 12]),)
+    s, t = torch.randn(2, 12, generator=g).log_softmax(-1) - 0.3
+    leaf, compiled = s.clone().requires_grad_(), s.clone().requires_grad_()
     topk_kl(leaf, t, *more).sum().backward()
-    assert leaf.grad.norm() > 0
-    func_grad = torch.func.grad(lambda x: topk_kl(x, t, *more).sum())(s)
-    compiled = s.clone().requires_grad_()
     full_graph = torch.compile(topk_kl, backend="aot_eager", fullgraph=True)
     full_graph(compiled, t, *more).sum().backward()
+    func_grad = torch.func.grad(lambda x: topk_kl(x, t, *more).sum())(s)
     for actual in (func_grad, compiled.grad):
         torch.testing.assert_close(actual, leaf.grad)
+    assert leaf.grad.norm() > 0
     assert topk_kl(s.new_zeros(2, 0), s.new_zeros(2, 0)).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("sharp", (1.0, 12.0), ids=("flat", "sharp"))
-def test_many_targets_that_repeat(sharp, backend):
+def test_many_targets_that_repeat(sharp):
     """Each is given the gradient of all that are its id, also where one has all probability."""
     batch, g = make_batch(B=2, T=5, H=24, V=V), torch.Generator().manual_seed(5)
     hidden = sharp * batch.hidden.nan_to_num()
@@ -82,22 +76,18 @@ def test_many_targets_that_repeat(sharp, backend):
     likeliest = (hidden @ batch.weight.T).argmax(-1, keepdim=True)
     ids[1] = torch.where(torch.rand(5, 200, generator=g) < 0.3, likeliest[1], ids[1])
     weights = torch.randn(2, 5, 200, generator=g)
-    results, how = [], {"execution": Execution(backend=backend)}
-    for call, dtype, options in (
-        (exact.linear_logprobs, torch.float64, {}), (linear_logprobs, torch.float32, how),
-    ):  # fmt: skip
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, batch.weight)]
-        logps = call(*leaves, ids, **options).logps
-        (logps * weights).sum().backward()
-        results.append([logps.detach(), *(x.grad for x in leaves)])
-    for truth, actual in zip(*results, strict=True):
+
+    def loss(package, *head):
+        return (package.linear_logprobs(*head, ids).logps * weights).sum()
+
+    for truth, actual in zip(*exact_and_actual(loss, hidden, batch.weight), strict=True):
         assert truth.norm() > 0 and relative_error(actual, truth) < 2e-5
 
 
 @both_forms
 @every_direction
 def test_ids_that_both_ban_have_no_part(direction, form):
-    """Value and gradient are as without these ids; also through the head."""
+    """Value and gradient are as without these ids."""
     g = torch.Generator().manual_seed(4)
     s, t = torch.randn(2, 3, 5, generator=g, dtype=torch.float64).log_softmax(-1) - 0.5
     banned = torch.tensor([False, True, False, True, False])
@@ -119,7 +109,7 @@ def test_ids_that_both_ban_have_no_part(direction, form):
 
 
 @both_forms
-@pytest.mark.parametrize("rest", (1e-2, 1e-5, 1e-7, 1e-9))
+@pytest.mark.parametrize("rest", (1e-2, 1e-9))
 @every_direction
 def test_the_tail_of_a_confident_model(direction, rest, form):
     """1 - p of the likeliest id has its digits, however near p is to 1; of all ids it is 0."""

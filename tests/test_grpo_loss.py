@@ -1,64 +1,29 @@
 """`grpo_loss` where it is delicate; its values, metrics and gradients are in `test_pairs.py`."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from grpo_kernels import grpo_loss
 from grpo_kernels.base.sequences import Sequences
-from grpo_kernels.kernels import PolicyLossResult
 from grpo_kernels.loss.config import KL_ESTIMATORS
-from grpo_kernels.loss.grpo_loss import policy_loss_and_grads
 from grpo_kernels.loss.objective import (
     objective_in_closed_form,
     policy_objective,
     tokens_of,
 )
 from grpo_kernels.loss.tokens import Tokens
-from tests.helpers.batches import config, make_batch
+from tests.helpers.batches import config
 from tests.helpers.head_options import BACKENDS, exact_and_actual
-
-
-@pytest.mark.parametrize(
-    ("options", "taken"),
-    (
-        ({}, True),
-        ({"dual_clip": 3.0, "entropy_coef": 0.1}, True),
-        ({"loss_type": "cispo"}, True),
-        *(({"beta": 0.1, "kl_estimator": x}, x in ("k1", "k2", "k3")) for x in KL_ESTIMATORS),
-        ({"beta": 0.1, "kl_clamp": 1.0}, False),
-        ({"kl_estimator": "abs", "kl_clamp": 1.0}, True),  # of no KL
-        *(({"loss_type": x}, False) for x in ("sapo", "reinforce", "dppo_tv", "gspo", "gmpo")),
-        ({"top_entropy_quantile": 0.5}, False),
-        ({"top_entropy_quantile": 0.5, "entropy_threshold": 1.0}, True),
-    ),
-    ids=str,
-)
-def test_which_objectives_take_the_kernel(options, taken):
-    calls = []
-
-    def kernel(logps, entropy, **kwargs):
-        calls.append(kwargs)
-        return PolicyLossResult(logps.sum(), logps, None)
-
-    x, ones = torch.zeros(3), torch.ones(3)
-    sequences = Sequences(1, torch.zeros(3, dtype=torch.long))
-    tokens = Tokens(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
-    for backend in (SimpleNamespace(policy_loss=kernel), SimpleNamespace(policy_loss=None)):
-        policy_loss_and_grads(config(**options), tokens, x, ones, backend, grad=True)
-        assert len(calls) == taken
 
 
 @pytest.mark.parametrize(
     ("options", "has_one"),
     (
         ({}, True),
-        ({"epsilon": 0.05, "epsilon_high": 0.4}, True),
         ({"epsilon": 0.0}, True),
         ({"delta": 1.1}, True),
-        ({"delta": 4.0}, True),
         ({"dual_clip": 3.0}, True),
         ({"is_correction": "token_mask", "top_entropy_quantile": 0.5}, True),
         ({"beta": 0.1, "kl_estimator": "exact"}, True),
@@ -95,11 +60,9 @@ def test_the_closed_form_is_the_objective(options, has_one):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("entropy_coef", (None, 0.0, 0.1))
-def test_empty(entropy_coef, backend):
-    logps = torch.zeros(3, 0, requires_grad=True)
-    entropy = None if entropy_coef is None else torch.zeros(3, 0, requires_grad=True)
-    cfg = config(entropy_coef=entropy_coef or 0.0)
+def test_empty(backend):
+    logps, entropy = (torch.zeros(3, 0, requires_grad=True) for _ in range(2))
+    cfg = config(entropy_coef=0.1)
     out = grpo_loss(logps, torch.ones(3), entropy=entropy, config=cfg, backend=backend)
     out.loss.backward()
     assert out.loss == 0 and logps.grad.shape == (3, 0)
@@ -118,15 +81,6 @@ def test_ties_share_the_gradient_as_autograd_does(backend):
 
     exact, actual = exact_and_actual(loss, ratios.log(), backend=backend)
     torch.testing.assert_close(actual[0].double(), exact[0])
-
-
-def test_gradient_flows_into_neither_old_nor_ref():
-    batch = make_batch()
-    old, ref = (x.nan_to_num(posinf=0).requires_grad_() for x in (batch.old_logps, batch.ref_logps))
-    logps = torch.zeros_like(old, requires_grad=True)
-    constants = {"old_logps": old, "ref_logps": ref, "config": config(beta=0.1)}
-    grpo_loss(logps, batch.advantages, batch.mask, **constants).loss.backward()
-    assert logps.grad is not None and old.grad is None and ref.grad is None
 
 
 LEVELS = {

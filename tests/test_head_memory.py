@@ -2,10 +2,7 @@
 
 import gc
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from unittest.mock import Mock
 from warnings import catch_warnings, simplefilter
 
 import pytest
@@ -52,8 +49,7 @@ class LittleMemory:
 
 
 LOSSES = {
-    "one_pass": {}, "entropy": {"entropy_coef": 0.05}, "two_passes": {"loss_type": "gspo"},
-    "sequence_kl": {"importance_sampling_level": "sequence", "beta": 0.1},
+    "one_pass": {}, "two_passes": {"loss_type": "gspo"},
 }  # fmt: skip
 CALLS = {
     **{name: lambda h, w, b, how, cfg=cfg: fused_grpo_loss(
@@ -132,13 +128,6 @@ def test_memory_that_never_suffices_is_the_devices_error(
     assert memory.requested == attempts
 
 
-def test_other_errors_are_raised_at_once(batch, monkeypatch):
-    watch_products(monkeypatch, broken := Mock(side_effect=RuntimeError("something else")))
-    with pytest.raises(RuntimeError, match="something else"):
-        run_fused(batch, exact=False)
-    assert broken.call_count == 1
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     (
@@ -156,33 +145,3 @@ def test_other_errors_are_raised_at_once(batch, monkeypatch):
 )
 def test_what_says_so(error, expected):
     assert ran_out_of_memory(error) == expected
-
-
-REAL = """
-import resource, sys, warnings
-import torch
-from grpo_kernels import fused_grpo_loss, reference
-
-V, H, B, T = 100_000, 16, 4, 128
-torch.manual_seed(0)
-h, w = torch.randn(B, T, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-targets, advantages = torch.randint(V, (B, T)), torch.randn(B)
-fused_grpo_loss(h, w, targets, advantages).loss.backward()  # what a first call sets up
-expected, h.grad, w.grad = (h.grad, w.grad), None, None
-held = next(int(x.split()[1]) for x in open("/proc/self/status") if "VmData" in x) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (held + (100 << 20), -1))  # a chunk takes 195 MiB
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    fused_grpo_loss(h, w, targets, advantages).loss.backward()
-print(*(str(x.message) for x in caught), sep=chr(10))
-for x, grad in zip((h, w), expected):
-    assert (x.grad - grad).norm() <= 1e-5 * grad.norm() > 0
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
-def test_a_real_limit():
-    run = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert re.search("continues with (128|256) rows", run.stdout), run.stdout

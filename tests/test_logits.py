@@ -10,29 +10,25 @@ from grpo_kernels import (
     LMHead,
     Reference,
     Support,
-    fused_grpo_loss,
     linear_logprobs,
     reference,
 )
-from tests.helpers.batches import config, exact_batch, make_batch, relative_error, run_fused
+from tests.helpers.batches import config, exact_batch, make_batch, relative_error
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import (
     BACKENDS,
-    CHUNK,
     OPTIONS,
     exact_and_actual,
     expect_equal,
-    objective_options,
 )
 from tests.helpers.supports import csr
 from tests.helpers.tiers import in_turn
 
 ROUNDED = {"logits_dtype": "model"}
-BANNED = 40
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
-@pytest.mark.parametrize("option", ("old_logps", "entropy", "everything"))
+@pytest.mark.parametrize("option", ("old_logps", "everything"))
 def test_gemms_in_half_precision_round_their_own_result(option, dtype, monkeypatch):
     imitate(monkeypatch, dtype)
     config_options, options = OPTIONS[option]
@@ -45,7 +41,6 @@ def test_gemms_in_half_precision_round_their_own_result(option, dtype, monkeypat
 # Fields of the head whose steps a model rounds one by one.
 STEPS = {
     "none": {},
-    "bias": {"bias": True},
     "adapter": {"bias": True, "low_rank": True},
     "scale": {"logit_scale": 0.37},
     "softcap": {"softcap": 5.0},
@@ -73,7 +68,7 @@ def half_logits(batch, hidden, head):
 def test_each_step_is_rounded_as_a_model_rounds_it(case, backend):
     """Values are torch's; gradients those of unrounded steps, at the rounded sum of products."""
     dtype = torch.float16 if "fp16" in case else torch.bfloat16
-    tokens = 8 if backend == "torch" else 4  # of a sequence: the interpreter is slow
+    tokens = 8 if backend == "torch" else 2  # of a sequence: the interpreter is slow
     batch, head = exact_batch(dtype, B=4, T=tokens, V=211), dict(STEPS[case.split(",")[0]])
     hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
     if "low_rank" in head:
@@ -101,13 +96,6 @@ def test_each_step_is_rounded_as_a_model_rounds_it(case, backend):
         expect_equal(batch, options, tolerance=5e-3)
 
 
-def test_nothing_is_rounded_in_float32():
-    batch = make_batch()
-    hidden, *args = batch.hidden, batch.targets, batch.advantages, batch.mask
-    heads = batch.weight, LMHead(batch.weight, **ROUNDED)
-    assert torch.equal(*(fused_grpo_loss(hidden, head, *args).logps for head in heads))
-
-
 def test_autocast_says_what_the_model_s_dtype_is():
     batch = exact_batch()
     args = batch.targets, batch.mask
@@ -116,28 +104,6 @@ def test_autocast_says_what_the_model_s_dtype_is():
         ours = linear_logprobs(batch.hidden.float(), head, *args).logps
     half = linear_logprobs(batch.hidden, LMHead(batch.weight, **ROUNDED), *args).logps
     assert torch.equal(ours, half)
-
-
-@pytest.mark.parametrize(("softcap", "backend"), ((None, "torch"), (6.0, "torch"), (6.0, "triton")))
-@pytest.mark.parametrize("objective", ("old_logps", "entropy", "is_sequence_on_policy"))
-def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
-    """A banned entry has no probability and no gradient, as if the head lacked the row."""
-    batch, fewer = make_batch(), make_batch()
-    batch.targets = torch.where(batch.targets < BANNED, batch.targets + BANNED, batch.targets)
-    batch.targets = batch.targets.masked_fill(~batch.mask, -100)
-    batch.bias[:BANNED] = -torch.inf
-    how = Execution(backend=backend, chunk_bytes=CHUNK)
-    options = {**objective_options(objective), "execution": how}
-    if softcap is not None:
-        options["head"] |= {"softcap": softcap, "temperature": True, "logit_scale": 0.8}
-    banned = expect_equal(batch, options)
-    fewer.weight, fewer.bias = fewer.weight[BANNED:], fewer.bias[BANNED:]
-    fewer.targets = batch.targets - BANNED
-    without = run_fused(fewer, exact=False, **options)
-    assert abs(banned.loss - without.loss) < 1e-6
-    assert not banned.gradients["weight"][:BANNED].any() and without.gradients["weight"].any()
-    for name in ("weight", "bias"):
-        assert relative_error(banned.gradients[name][BANNED:], without.gradients[name]) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -171,17 +137,16 @@ def test_a_softcap_keeps_the_digits_of_its_slope_where_it_is_flat(call, lift, ba
 
 
 @pytest.mark.parametrize("softcap", (None, 6.0), ids=("plain", "softcap"))
-@pytest.mark.parametrize("call", ("targets", "several", "entries"))
+@pytest.mark.parametrize("call", ("one", "targets", "several", "entries"))
 def test_a_banned_entry_beside_the_target(call, softcap):
-    """In kept sets, and looked up with others, where its log-prob is -inf."""
+    """Also in kept sets, and looked up with others, where its log-prob is -inf."""
     batch = make_batch(B=1, T=4)
     targets = {
-        "targets": torch.tensor([[5, 6, 7, 8]]),
         "several": torch.tensor([[[0, 3, 5], [0, 1, 1], [5, 5, 1], [7, 3, 9]]]),
         "entries": None,
-    }[call]
+    }.get(call, torch.tensor([[5, 6, 7, 8]]))
     sets = csr([[5, 0, 9], [6, 1], [7, 300], [8]])
-    kept = {} if call == "several" else {"support": sets, "entries": call == "entries"}
+    kept = {"support": sets, "entries": call == "entries"} if call in ("targets", "entries") else {}
     batch.bias[:2] = -torch.inf
     values = []
 
@@ -195,7 +160,7 @@ def test_a_banned_entry_beside_the_target(call, softcap):
     gradients = exact_and_actual(loss, *tensors, entropy=True)
     for truth, x in zip(*values, strict=True):
         torch.testing.assert_close(x.double(), truth, rtol=1e-5, atol=1e-6)
-    assert (values[1][0] == -torch.inf).sum() == {"targets": 0, "several": 5, "entries": 2}[call]
+    assert (values[1][0] == -torch.inf).sum() == {"several": 5, "entries": 2}.get(call, 0)
     for truth, x in zip(*gradients, strict=True):
         assert truth.norm() > 0 and relative_error(x, truth) <= 1e-5
 

@@ -58,21 +58,6 @@ def saying(function, **claims):
 # Values and gradients
 
 
-def test_a_new_loss():
-    """Value, gradient and metric are the formula's, in which advantage 0 has a gradient."""
-    logps, old, A = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(2))
-    mask, A[:, 3] = torch.arange(12).view(2, 6) % 5 > 0, 0.0
-    cfg = GRPOLossConfig(loss_type=Dro(tau=0.7))
-    out = grpo_loss(logps.requires_grad_(), A, mask, old_logps=old, config=cfg)
-    (-2.0 * out.loss).backward()
-    d = (logps - old)[mask].detach()
-    loss = (0.35 * d**2 - (A * logps)[mask]).mean()
-    torch.testing.assert_close(out.loss, loss)
-    torch.testing.assert_close(logps.grad[mask] / -2.0, (0.7 * d - A[mask]) / len(d))
-    torch.testing.assert_close(out.metrics["dro/distance"], d.abs().mean())
-    assert (logps.grad[~mask] == 0).all() and (A[mask] == 0).any()
-
-
 @dataclass(frozen=True, kw_only=True)
 class OwnRatio(Clip):
     """A ratio that moves half as far, and within bounds."""
@@ -105,15 +90,11 @@ SAYS = {"token_local": True, "gradient_needs_advantage": True, "aggregation": "g
 # Losses, and whether one pass is enough.
 LOSSES = {
     "class": (Dro(), True),
-    "class of a callable": (saying(Dro(), token_local=True), True),
     "own ratio": (OwnRatio(), False),
-    "own ratio of sequences": (OwnRatio(ratio_level="sequence"), False),
     "mixed": (Mixed(), False),
     "mixed, of sequences": (Mixed(ratio_level="sequence"), False),
     "of the call": (OfTheCall(), False),
-    "of the call's sequences": (OfTheCall(ratio_level="sequence"), False),
     "needs advantage": (saying(clipped, **SAYS), True),
-    "callable": (clipped, False),
     "callable of sequences": (sequence_clipped, False),
     "entropy": (entropy_scaled, False),
     "entropy in one pass": (
@@ -156,15 +137,9 @@ def test_claims_of_a_formula_are_not_inherited_by_another():
     class Restated(Pulled, Clip):
         token_local = True
 
-    class Named(Clip):
-        aggregation = "bnpo"
-
-    for loss in (OwnRatio(), Mixed(), OfTheCall()):
-        assert not loss.token_local and not loss.gradient_needs_advantage and loss.kernel() is None
-        assert type(loss).closed_form is Loss.closed_form
-    assert Restated().token_local and not Restated().gradient_needs_advantage
-    assert Named().token_local and Named().kernel() == Clip().kernel() is not None
-    assert Restated.closed_form is Loss.closed_form and Named.closed_form is Clip.closed_form
+    for loss in (OwnRatio(), Mixed(), OfTheCall(), Restated()):
+        assert loss.token_local == isinstance(loss, Restated)
+        assert not loss.gradient_needs_advantage and loss.kernel() is None
 
 
 @pytest.mark.usefixtures("real_memory")
@@ -220,13 +195,6 @@ def test_own_metrics_come_through_a_trainer(tiny_model, tmp_path):
         def metrics(self, tokens, ratio):
             return {name: torch.full_like(ratio, x) for name, x in values.items()}
 
-    logps, zeros, ones = torch.randn(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
-    cfg = GRPOLossConfig(loss_type=Own())
-    tensors = {"old_logps": zeros, "sampling_logps": zeros, "ce_weights": ones}
-    metrics = grpo_loss(logps, ones, **tensors, config=cfg).metrics
-    assert {name: float(metrics[name]) for name in values} == values
-    x = logps.double().exp()
-    assert float(metrics["ess"]) == pytest.approx(float(x.sum() ** 2 / (6 * x.square().sum())))
     options = {"loss_type": Own(), "steps": 1, "beta": 0.1, "top_entropy_quantile": 0.5}
     (row,) = rows_of(trainer_of(config_of(tiny_model, tmp_path, **options)).train())
     assert {name: row[name] for name in values} == values
@@ -247,13 +215,6 @@ def test_a_loss_by_its_name_is_that_of_its_instance(flags, loss, tiny_model, tmp
     path = tmp_path / "run.yaml"
     path.write_text(f"model: {tiny_model}\nloss_options:\n  tau: 0.25\n")
     named = parse_config([str(path), *flags])
-    instance = config_of(tiny_model, tmp_path, loss_type=loss)
-    assert named.loss == loss
-    assert named.loss_config() == instance.loss_config() == GRPOLossConfig(loss_type=loss)
-    assert named.why_two_passes() == instance.why_two_passes()
-
-
-def test_a_callable_by_its_name(tiny_model, tmp_path):
-    named = config_of(tiny_model, tmp_path, loss_type=f"{__name__}:sequence_clipped")
-    assert named.loss_config().loss.function is sequence_clipped
-    assert named.loss_config().why_two_passes()
+    assert named.loss == loss and named.loss_config() == GRPOLossConfig(loss_type=loss)
+    function = config_of(tiny_model, tmp_path, loss_type=f"{__name__}:sequence_clipped")
+    assert function.loss_config().loss.function is sequence_clipped

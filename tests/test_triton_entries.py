@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from grpo_kernels.kernels import Entries, torch_backend, triton_backend, triton_entries
-from tests.helpers.batches import relative_error
 from tests.helpers.tiers import INTERPRETED, cases
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -46,26 +45,16 @@ def operands(K, device, dtype, V=40, N=23):
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_dots(device, K, dtype):
+    """A bias of -inf is a term of the sum: -inf, and no other entry sees it."""
     entries, (x, rows) = on(device, some_entries()), operands(K, device, dtype)
+    if K == 1:
+        rows[3] = -math.inf
     begin = torch.randn(len(entries), device=device)
     expected = begin.double() + (x[entries.tokens].double() * rows[entries.ids].double()).sum(1)
     for backend in (torch_backend, triton_backend):
         out = begin.clone()
         backend.entry_dots(x, rows, entries, out)
-        assert relative_error(out, expected) <= 1e-6
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_dots_with_a_banned_id(device):
-    """A bias of -inf is a term of the sum: -inf, and no other entry sees it."""
-    entries = on(device, some_entries())
-    bias = torch.randn(40, 1, device=device)
-    bias[3] = -math.inf
-    begin = torch.randn(len(entries), device=device)
-    for backend in (torch_backend, triton_backend):
-        out = begin.clone()
-        backend.entry_dots(torch.ones(23, 1, device=device), bias, entries, out)
-        torch.testing.assert_close(out, begin + bias[entries.ids, 0])
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 # A long segment is one of more than 2 * PART entries. Some begin or end at a multiple of PART,
@@ -81,7 +70,6 @@ ORDERS = {
     "wide": (3, 3 * PART),
     "short": (0, 200, 1, 0, 7, 3, 3, 0, 8),
 }
-FAST = (("rising", 50), ("neighbours", 50), ("wide", 50), ("short", 1), ("short", 16))
 
 
 def long_segments(sizes, device, dtype, K):
@@ -94,13 +82,17 @@ def long_segments(sizes, device, dtype, K):
     return factors.to(device), index.to(device), offsets.to(device), rows
 
 
+def is_fast(order, K, dtype):
+    return (order, K) in (("short", 1), ("short", 16)) or (
+        (order, K) in (("neighbours", 50), ("wide", 50)) and dtype == torch.float32
+    )
+
+
 @pytest.mark.parametrize(
-    ("order", "K"),
-    cases(ORDERS, (50, 1, 16), fast=lambda order, K: (order, K) in FAST),
+    ("order", "K", "dtype"), cases(ORDERS, (50, 1, 16), DTYPES, fast=is_fast), ids=str
 )
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_sums_of_segments(device, dtype, order, K):
+def test_sums_of_segments(device, order, K, dtype):
     # Once more columns than a block of entries or of parts has, and more parts than one.
     wide = order == "wide" and dtype == torch.float32
     sizes, K = ORDERS[order], 2050 if wide else K

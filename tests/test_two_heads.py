@@ -6,12 +6,10 @@ Formulas, and the calls beside every option, are in `test_pairs.py`.
 import pytest
 import torch
 
-from grpo_kernels import Execution, LMHead, Reference, fused_distillation_loss
-from grpo_kernels import reference as exact
+from grpo_kernels import Reference, fused_distillation_loss
 from grpo_kernels.kernels import LogitTransform, pairs, triton_pairs
-from grpo_kernels.kernels.divergences import DIVERGENCES, Divergence
+from grpo_kernels.kernels.divergences import DIVERGENCES
 from grpo_kernels.kernels.pair_stats import PairStats
-from tests.helpers.batches import make_batch, relative_error
 
 BACKENDS = {"torch": pairs, "triton": triton_pairs}
 NAN, INF = float("nan"), float("inf")
@@ -85,7 +83,7 @@ def expect_divergence(stats, divergence, rtol=1e-5):
 @pytest.mark.parametrize(
     ("backend", "V", "limit"),
     # Of 151,936 probabilities float32 has three digits fewer for a part of 1e-4.
-    (("torch", 1203, 3e-5), ("triton", 1203, 3e-5), ("torch", 151_936, 3e-4)),
+    (("triton", 1203, 3e-5), ("torch", 151_936, 3e-4)),
 )
 @every_kind
 def test_models_that_agree_keep_their_digits(kind, backend, V, limit):
@@ -97,26 +95,6 @@ def test_models_that_agree_keep_their_digits(kind, backend, V, limit):
     expect_divergence(stats, divergence, 1e-4)
     errors = errors_of(d, gradient)
     assert errors.max() <= limit and errors[[0, 2, 5, 6]].max() <= 3e-5, errors
-
-
-@every_backend
-@every_kind
-def test_confident_models(kind, backend):
-    """A KL of 1e-9, of two models that put all but a billionth on the same token."""
-    z = torch.randn(3, 700, generator=torch.Generator().manual_seed(1))
-    z[:, 3] += 27
-    t = z.clone()
-    t[0, :3] += 1.0
-    t[1, 3] += 0.5
-    t[2, 9] += 3.0
-    divergence, gradient = truth(z, t, kind, 0.3)
-    assert divergence.max() < 1e-8 and divergence.min() > 1e-13
-    stats, d = on_kernels(BACKENDS[backend], z, t, kind)
-    expect_divergence(stats, divergence, 1e-4)
-    # Entries with hardly any probability; the likely entry's error is its rounding.
-    other_ids = torch.arange(700) != 3
-    assert relative_error(d[:, other_ids], gradient[:, other_ids]) <= 1e-3
-    assert (d[:, 3] - gradient[:, 3]).abs().max() <= 1e-7
 
 
 def ruled_out_by_one():
@@ -143,7 +121,7 @@ EXTREMES = {
         ((1200, 70), (1300, 14)), ((5, 12), (1300, 70)), ((700, 8), (1300, 12)),
         ((1200, 14), (1200, 8)), ((1200, 8), (1200, 14)), ((1200, 500), (1300, 500)),
     ]), tuple(DIVERGENCES)),
-    "large": (lambda: [x + 1000.0 for x in logits(2.0, V=300)], tuple(DIVERGENCES)),
+    "large": (lambda: [x + 1000.0 for x in logits(2.0, V=300)], ("jsd",)),
     # The sum of the forward KL runs over the teacher; all but e^-48 of the student is elsewhere.
     "late": (lambda: peaked([((9000, 60), (5, 10))], V=9109), ("forward",)),
     "ruled_out": (ruled_out_by_one, ("reverse",)),
@@ -158,8 +136,7 @@ EXTREMES = {
         (case, kind, merged)
         for case, (_, kinds) in EXTREMES.items()
         for kind in kinds
-        # Of merged statistics the shift has the digits of two large numbers.
-        for merged in ((False, True) if case != "large" else (False,))
+        for merged in ((False, True) if (case, kind) == ("peaks", "jsd") else (False,))
     ],
 )
 def test_models_that_are_far_apart(case, kind, merged, backend):
@@ -203,8 +180,7 @@ def test_equal_models(kind, backend):
 
 @every_backend
 @every_kind
-@pytest.mark.parametrize("temperature", (1.0, 0.5, 2.0))  # of the policy; 1 of the reference
-def test_limits(temperature, kind, backend):
+def test_limits(kind, backend, temperature=0.5):
     """-inf in both, in the policy, in the reference: exact, infinite where it is, never NaN."""
     z, t = logits(0.5, rows=4)
     z[1:3, 7] = t[1, 7] = t[3, 7] = -INF
@@ -233,16 +209,16 @@ def test_limits(temperature, kind, backend):
 
 @every_backend
 @every_kind
-@pytest.mark.parametrize("value", (NAN, INF))
-def test_logits_that_are_no_numbers(value, kind, backend):
+def test_logits_that_are_no_numbers(kind, backend):
     """A loss of NaN has a gradient of NaN: otherwise an optimizer would step on it."""
-    both = logits(1.0, rows=4)
-    divergence, gradient = truth(*both, kind, 0.3)
-    both[0][1, 700] = both[1][2, 700] = value
-    stats, d = on_kernels(BACKENDS[backend], *both, kind)
-    assert stats.divergence[1:3].isnan().all() and not d[1:3].isfinite().any()
-    torch.testing.assert_close(stats.divergence[::3].double(), divergence[::3], rtol=1e-5, atol=0)
-    assert errors_of(d[::3], gradient[::3]).max() <= 1e-4
+    z, t = logits(1.0, rows=6)
+    divergence, gradient = truth(z, t, kind, 0.3)
+    z[1, 700] = t[2, 700] = NAN
+    z[3, 700] = t[4, 700] = INF
+    stats, d = on_kernels(BACKENDS[backend], z, t, kind)
+    assert stats.divergence[1:5].isnan().all() and not d[1:5].isfinite().any()
+    torch.testing.assert_close(stats.divergence[::5].double(), divergence[::5], rtol=1e-5, atol=0)
+    assert errors_of(d[::5], gradient[::5]).max() <= 1e-4
 
 
 @every_backend
@@ -266,74 +242,18 @@ def test_statistics(backend):
     assert ((stats.ref_at_peak == stats.ref_peak) == agrees).all() and 0 < agrees.sum() < 5
 
 
-@every_backend
-def test_a_divergence_without_formulas(backend):
-    """Nothing stands in for what it lacks."""
-
-    class Unknown(Divergence):
-        name = "unknown"
-
-    z, t = logits(1.0)
-    targets, stats = torch.zeros(len(z), dtype=torch.int64), PairStats.empty(z)
-    module, pair = BACKENDS[backend], (NONE, NONE, stats)
-    error, message = {
-        "torch": (NotImplementedError, "Unknown.terms"),
-        "triton": (TypeError, "divergence: expected one with .*, ReverseKL, .*; got Unknown: add"),
-    }[backend]
-    for call in (
-        lambda x: module.divergences(z, t, *pair, divergence=x),
-        lambda x: module.pair_grads_(z, t, targets, *pair, None, z[:, 0], z, divergence=x),
-    ):
-        with pytest.raises(error, match=message):
-            call(Unknown())
-
-
 # The calls
 
 
-@every_backend
-@every_kind
-def test_banned_ids(kind, backend):
-    """Ids that both ban, and one that the divergence lets one model ban; a denominator.
-
-    A reference that could have a gradient has none.
-    """
-    batch, g = make_batch(B=3, T=5, H=16, V=503), torch.Generator().manual_seed(9)
-    states = torch.randn(*batch.mask.shape, 20, generator=g, requires_grad=True)
-    weight = torch.randn(503, 20, generator=g, requires_grad=True)
-    bias, ref_bias = torch.zeros(2, 503)
-    bias[400:] = ref_bias[400:] = bias[0] = ref_bias[0] = -INF
-    if kind != "forward":
-        bias[7] = -INF
-    if kind != "reverse":
-        ref_bias[9] = -INF
-    results, how = [], {"kind": kind, "beta": 0.3}
-    for dtype in (torch.float64, torch.float32):
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (batch.hidden, batch.weight)]
-        reference = Reference(states.to(dtype), LMHead(weight.to(dtype), ref_bias.to(dtype)))
-        args = leaves[0], LMHead(leaves[1], bias.to(dtype)), reference, batch.mask
-        if dtype == torch.float64:
-            loss = exact.divergence(*args, **how).sum() / 40.0
-        else:
-            more = {"num_items": 40.0, "execution": Execution(backend=backend)}
-            loss = fused_distillation_loss(*args, **how, **more).loss
-        states.grad = weight.grad = None
-        loss.backward()
-        results.append([loss.detach(), *(x.grad for x in leaves)])
-    assert states.grad is None and weight.grad is None
-    for expected, actual in zip(*results, strict=True):
-        assert expected.norm() > 0 and relative_error(actual, expected) <= 1e-5
-
-
-@pytest.mark.parametrize("num_items", (None, torch.zeros(())))
-@pytest.mark.parametrize(("shape", "masked"), (((2, 3), True), ((3, 0), False)))
-def test_no_tokens(shape, masked, num_items):
-    """Loss, metrics and gradients are 0, also where the denominator is."""
-    hidden, weight = torch.randn(*shape, 4, requires_grad=True), torch.randn(9, 4)
-    reference = Reference(torch.randn(*shape, 3), torch.randn(9, 3))
-    mask = torch.zeros(shape) if masked else None
-    weight.requires_grad_()
+@pytest.mark.parametrize(("shape", "num_items"), (((2, 3), torch.zeros(())), ((3, 0), None)))
+def test_no_tokens(shape, num_items):
+    """Loss, metrics and gradients are 0, also where the denominator is; a reference has none."""
+    sizes = ((*shape, 4), (9, 4), (*shape, 3), (9, 3))
+    hidden, weight, *other = (torch.randn(x, requires_grad=True) for x in sizes)
+    reference = Reference(*other)
+    mask = torch.zeros(shape)
     out = fused_distillation_loss(hidden, weight, reference, mask, num_items=num_items)
     out.loss.backward()
     assert out.loss == 0 and not any(out.metrics.values())
     assert not hidden.grad.any() and not weight.grad.any()
+    assert all(x.grad is None for x in other)

@@ -55,8 +55,8 @@ loss/grpo_loss.py: test_pairs
     d_kl: config.beta -> 0.0
 head/chunked_head.py: test_fused_grpo_loss
     ChunkedHead._add_d_y: beta=total.beta -> beta=0.0
-    row_factors: / transform.temperature ->
 head/chunked_head.py: test_products
+    row_factors: / transform.temperature ->
     TargetReadout.forward: self.exps[strip] -> self.exps[: strip.stop - strip.start]
 head/products.py: test_products test_batch_invariant
     add_product: len(out) if multiple == 1 else multiple -> len(out)
