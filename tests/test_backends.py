@@ -285,3 +285,47 @@ def test_torch_ops_on_another_device(real_memory):
         ban_entries(logits, targets)
         assert_exact(logits, targets, transform, backends=(torch_backend,))
         assert_exps_are_the_gradient(logits, targets, transform, backends=(torch_backend,))
+
+
+CHUNK = pytest.param("cuda", 2560, 151_936, marks=(pytest.mark.gpu, pytest.mark.real_gpu))
+SIZES = (("cpu", 6, 5003), CHUNK)
+
+
+@pytest.mark.parametrize(("device", "C", "V"), SIZES)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), (
+        (torch.float32, 2e-5), (torch.float16, 1e-3),
+        pytest.param(torch.bfloat16, 2.5e-3, marks=pytest.mark.compiled),
+    ),
+    ids=("float32", "float16", "bfloat16"),
+)  # fmt: skip
+def test_a_whole_chunk_against_float64(dtype, limit, device, C, V):
+    """On a GPU a chunk as large as in training; the offsets of its rows in bytes pass 2^30."""
+    g = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(C, V, generator=g, device=device).mul_(2)
+    targets = torch.randint(0, V, (C,), generator=g, device=device)
+    logits.scatter_(1, targets[:, None], 10.0)
+    exps = None if dtype == torch.float16 else torch.empty(C, V, dtype=dtype, device=device)
+    plain = LogitTransform()
+    stats = triton_backend.token_stats(logits, targets, plain, entropy=True, exps=exps)
+    d_logps, d_entropy = torch.randn(2, C, generator=g, device=device)
+    d_logits = torch.empty(C, V, dtype=dtype, device=device)
+    grads = RowGrads.of(stats, StatGrads(d_logps, d_entropy))
+    triton_backend.logit_grads_(logits, targets, plain, grads, d_logits)
+    weights = torch.stack([d_logps, 0 * d_logps, d_entropy])
+    for first in range(0, C, 128):
+        rows = slice(first, first + 128)
+        of = logits[rows], targets[rows], plain
+        truth, expected = exact_statistics(*of, weights[:, rows])
+        for actual, true in zip(stats, truth, strict=False):
+            assert (actual[rows] - true).abs().max() <= 1e-4
+        gradients = [(d_logits[rows].double(), expected)]
+        if exps is not None:  # one sweep, without the entropy's gradient
+            swept = row_factors(stats.at(rows), d_logps[rows], plain)[:, None] * exps[rows].double()
+            without = torch.stack([d_logps, 0 * d_logps, 0 * d_logps])[:, rows]
+            gradients.append((swept, exact_statistics(*of, without)[1]))
+        for pair in gradients:
+            assert relative_error(*pair) <= limit
+            # Beside the target's entry the others are small.
+            off_target = (x.scatter(1, targets[rows, None], 0.0) for x in pair)
+            assert relative_error(*off_target) <= limit

@@ -62,6 +62,31 @@ def test_small_shares_of_the_loss_do_not_underflow(dtype, scale, half_products, 
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_cuda_tile_past_2_31_elements(dtype):
+    """14,208 rows of 151,936 logits in one buffer, against the same in small chunks."""
+    B, T, H, V = 2, 7104, 64, 151_936
+    assert B * T * V > 2**31
+    g = torch.Generator(device="cuda").manual_seed(0)
+    weight = torch.randn(V, H, generator=g, device="cuda").to(dtype)
+    targets = torch.randint(0, V, (B, T), generator=g, device="cuda")
+    noise = torch.randn(B, T, H, generator=g, device="cuda")
+    hidden = (0.15 * weight[targets].float() + 0.2 * noise).to(dtype)
+    advantages = torch.tensor([1.0, -1.0], device="cuda")
+    results = []
+    for chunk_bytes in (1 << 30, 10 << 30):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        how = Execution(chunk_bytes=chunk_bytes)
+        out = fused_grpo_loss(h, w, targets, advantages, execution=how)
+        out.loss.backward()
+        results.append((out.logps, h.grad, w.grad))
+    assert (results[0][0] - results[1][0]).abs().max() < 1e-4
+    for small, large in zip(results[0][1:], results[1][1:], strict=True):
+        assert small.norm() > 0 and relative_error(large, small) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.real_gpu
 def test_a_call_waits_once_for_a_gpu():
     """The row counts are read."""
     w = make("dense", (1024, 5003, 64), "cuda")
