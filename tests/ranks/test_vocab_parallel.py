@@ -123,7 +123,7 @@ VOCABULARY_FIELDS = ("weight", "bias", "b")
 
 
 def scores(
-    cuts=None, *, call="linear_logprobs", starts=None, layout="replicated", dtensors=False, **options
+    cuts=None, call="linear_logprobs", starts=None, layout="replicated", dtensors=False, **options
 ):
     """The results of a call on a head with a LoRA and a bias, and all gradients of a loss.
 
