@@ -60,7 +60,6 @@ MODULES = {
     "model": lambda: attached(family_model("qwen2")),
     "own forward": with_own_forward,
     "within LoRA": lambda: with_lora(attached(family_model("qwen2")), **LORAS["head"]),
-    "compiled": lambda: torch.compile(attached(family_model("qwen2")), backend="eager"),
     "accelerate": lambda: Accelerator(cpu=True, mixed_precision="bf16").prepare(
         attached(family_model("qwen2"))
     ),
@@ -84,7 +83,7 @@ def test_a_copy_has_its_own_head(case, by):
     assert logps.abs().max() > 1
     torch.testing.assert_close(actual, logps, rtol=tolerance, atol=tolerance)
     assert_same_gradients(actual_grads, expected_grads, tolerance)
-    if case in ("compiled", "accelerate"):
+    if case == "accelerate":
         return
     with torch.no_grad():
         for parameter in copied.get_output_embeddings().parameters():
