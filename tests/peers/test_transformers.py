@@ -256,7 +256,6 @@ def merged(model):
 # Models as they are when states are taken of them, and what then changes the head.
 STATES = {
     **{name: MODELS[name] for name in ("tied", "bias", "LoRA")},
-    "untied": lambda: family_model("qwen2"),
     "merged LoRA": lambda: merged(MODELS["LoRA"]()),
     "copied": lambda: with_lora(family_model("qwen2"), **LORAS["head_copied"]),
 }

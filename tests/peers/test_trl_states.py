@@ -198,9 +198,9 @@ def test_losses_are_compared_at_first_and_then_now_and_then():
 
 def test_newer_versions_are_warned_of():
     major, minor = NEWEST.split(".")
-    for new in (f"{major}.{int(minor) + 1}.0", f"{major}.{int(minor) + 1}rc1", "2.0.0.dev0"):
-        with pytest.warns(UserWarning, match=f"TRL {OLDEST} to {NEWEST}, .* got {new}. Its loss"):
-            check_version(new)
+    new = f"{major}.{int(minor) + 1}rc1"
+    with pytest.warns(UserWarning, match=f"TRL {OLDEST} to {NEWEST}, .* got {new}. Its loss"):
+        check_version(new)
     for tested in (f"{OLDEST}.0", f"{NEWEST}.3"):
         check_version(tested)
 
