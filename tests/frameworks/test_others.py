@@ -19,12 +19,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from tests.helpers.batches import relative_error
 from tests.helpers.model_families import family_model
-from tests.helpers.ranks import ROOT, Ranks
+from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import V, make_tokenizer
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("real_memory")]
@@ -45,8 +43,8 @@ def assert_close(theirs, ours):
 # axolotl: the page's trainer, built by its own builder from its config
 
 
-def trained_by_axolotl(folder, lora, trl, **config):
-    """The class of the trainer; losses, log and weights of its run."""
+def trained_by_axolotl(folder, **config):
+    """The class of the trainer; losses, log and weights of its run, of LoRA."""
     os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
     from axolotl.core.builders import HFRLTrainerBuilder
     from axolotl.utils.config import validate_config
@@ -58,18 +56,19 @@ def trained_by_axolotl(folder, lora, trl, **config):
 
     stored = trl_runs.folder_of("qwen2")
     reward = "tests.helpers.trl_runs.noise"
-    sizes = {"num_generations": 4, "max_completion_length": 6, "temperature": 0.9}
+    trl = {
+        "num_generations": 4, "max_completion_length": 6, "temperature": 0.9, "loss_type": "grpo",
+        "num_iterations": 2, "beta": 0.0, "entropy_coef": 0.05, "reward_funcs": [reward],
+    }  # fmt: skip
     config = {
         "rl": "grpo", "learning_rate": 0.05, "optimizer": "sgd", "lr_scheduler": "constant",
-        "micro_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": trl_runs.STEPS,
+        "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": trl_runs.STEPS,
         "logging_steps": 1, "bf16": False, "fp16": False, "datasets": [{"path": "none"}],
-        "base_model": stored, "output_dir": str(folder),
-        "trl": {**sizes, "reward_funcs": [reward], **trl}, **config,
+        "base_model": stored, "output_dir": str(folder), "trl": trl, **config,
     }  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32)
-    if lora:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     config = validate_config(DictDefault(config))
     builder = HFRLTrainerBuilder(config, model, make_tokenizer(), None)
     builder.train_dataset = trl_runs.prompts()
@@ -80,8 +79,7 @@ def trained_by_axolotl(folder, lora, trl, **config):
     return type(trainer), ([row["loss"] for row in log if "loss" in row], log, weights)
 
 
-@pytest.mark.parametrize("lora", (False, True), ids=("all weights", "LoRA"))
-def test_axolotl(lora, tmp_path, monkeypatch):
+def test_axolotl(tmp_path, monkeypatch):
     needs("axolotl")
     import yaml
     from trl.trainer import grpo_trainer
@@ -93,15 +91,11 @@ def test_axolotl(lora, tmp_path, monkeypatch):
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     lines = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.S)[1])
-    trl, config = {"beta": 0.1}, {}
-    if lora:
-        trl = {"loss_type": "grpo", "num_iterations": 2, "beta": 0.0, "entropy_coef": 0.05}
-        config = {"gradient_accumulation_steps": 2, "micro_batch_size": 2}
-    kind, plain = trained_by_axolotl(tmp_path / "plain", lora, trl, **config)
+    kind, plain = trained_by_axolotl(tmp_path / "plain")
     assert kind.__name__ == "AxolotlGRPOTrainer"
     # What TRL's own method calls on logits is not called any more.
     monkeypatch.delattr(grpo_trainer, "selective_log_softmax")
-    kind, fused = trained_by_axolotl(tmp_path / "fused", lora, trl, **config, **lines)
+    kind, fused = trained_by_axolotl(tmp_path / "fused", **lines)
     sys.modules.pop(name)
     assert f"{kind.__module__}.{kind.__name__}" == lines["trainer_cls"]
     assert_same_run(fused, plain)
@@ -110,13 +104,13 @@ def test_axolotl(lora, tmp_path, monkeypatch):
 # ms-swift: the plug-in file in its own trainer, whose loss is Liger's
 
 
-def swift_trainer(loss_type, beta):
+def swift_trainer():
     """ms-swift's trainer with what its loss looks at, made as its constructor makes it."""
     from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
 
     trainer = object.__new__(GRPOTrainer)
     vars(trainer).update(
-        args=SimpleNamespace(use_liger_kernel=True, report_to=[]), beta=beta, loss_type=loss_type,
+        args=SimpleNamespace(use_liger_kernel=True, report_to=[]), beta=0.04, loss_type="dapo",
         temperature=0.7, epsilon_low=0.2, epsilon_high=0.28, max_completion_length=T,
         importance_sampling_level="token", tau_pos=1.0, tau_neg=1.05, advantage_estimator="grpo",
         template=SimpleNamespace(padding_free=False, sequence_parallel_size=1),
@@ -140,7 +134,7 @@ def swift_step(trainer):
     batch = GRPOBatch(
         completion_mask=mask, truncated_mask=torch.zeros(4, dtype=torch.bool),
         seq_lengths=torch.full((4,), 5 + T), old_per_token_logps=old,
-        ref_per_token_logps=ref if trainer.beta else None,
+        ref_per_token_logps=ref,
         advantages=torch.randn(4, 1, generator=g).expand(4, T), logits_to_keep=T,
     )  # fmt: skip
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -151,9 +145,7 @@ def swift_step(trainer):
     return loss.detach(), grads, metrics
 
 
-@pytest.mark.parametrize("beta", (0.0, 0.04))
-@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"))
-def test_ms_swift(loss_type, beta):
+def test_ms_swift():
     needs("swift")
     from liger_kernel import chunked_loss
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss as Liger
@@ -161,24 +153,22 @@ def test_ms_swift(loss_type, beta):
 
     from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
 
-    for _ in range(2):  # as `--external_plugins` does, and a second time, as a worker does
-        module = import_external_file(str(EXAMPLES / "ms_swift_plugin.py"))
+    module = import_external_file(str(EXAMPLES / "ms_swift_plugin.py"))
     try:
-        ours = swift_trainer(loss_type, beta)
+        ours = swift_trainer()
         assert isinstance(ours.liger_grpo_loss, FusedLinearGRPOLoss)
-        theirs = swift_trainer(loss_type, beta)
+        theirs = swift_trainer()
     finally:
         module.patch.undo()
         del sys.modules[module.__name__]
     assert chunked_loss.LigerFusedLinearGRPOLoss is Liger
     theirs.liger_grpo_loss = Liger(
-        beta=beta, compiled=False, epsilon_low=0.2, epsilon_high=0.28, temperature=0.7,
-        use_ref_model=beta != 0.0, loss_type=loss_type, max_completion_length=T,
-        importance_sampling_level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+        beta=0.04, compiled=False, epsilon_low=0.2, epsilon_high=0.28, temperature=0.7,
+        loss_type="dapo", max_completion_length=T,
     )  # fmt: skip
     (*values, metrics), (*expected, their_metrics) = swift_step(ours), swift_step(theirs)
     assert_close(expected, values)
-    assert metrics == pytest.approx(their_metrics, rel=1e-5) and ("kl" in metrics) == bool(beta)
+    assert metrics == pytest.approx(their_metrics, rel=1e-5) and "kl" in metrics
 
 
 # kernels: the folder of `packaging/kernel_package.py`, loaded as Hugging Face's package loads it
@@ -201,10 +191,7 @@ ids, ones = torch.zeros(2, 3, dtype=torch.long), torch.ones(2)
 call = lambda h, w: kernel.fused_grpo_loss(h, kernel.LMHead(w), ids, ones).loss
 call(h, w).backward()
 compiled = torch.compile(call, backend="aot_eager")
-assert w.grad.norm() > 0 and compiled(h, w) == call(h, w)
-support = kernel.Support(ids.view(-1).int(), torch.arange(7))
-assert kernel.fused_grpo_loss(h, w, ids, ones, support=support).metrics["support/mean"] == 1
-assert kernel.topk_kl and kernel.check_sampler
+assert w.grad.norm() > 0 and compiled(h, w) == call(h, w) and kernel.topk_kl
 kernels.get_kernel = lambda repo_id, version: {"a/b": kernel}[repo_id]
 card = (folder / "CARD.md").read_text().replace("{{ repo_id }}", "a/b")
 exec(re.search(r"```python\\n(.*?)```", card.replace("{{ version }}", "0"), re.S)[1])
@@ -217,14 +204,11 @@ def test_kernels(tmp_path):
     subprocess.run([sys.executable, ROOT / "packaging/kernel_package.py", folder], check=True)
     for backend in ("cpu", "cuda", "rocm"):
         variant = folder / f"build/torch-{backend}"
-        assert not {"integrations", "training"} & {x.name for x in variant.iterdir()}
         metadata = json.loads((variant / "metadata.json").read_text())
         assert metadata["backend"] == {"type": backend} and backend in metadata["id"]
-        assert metadata["version"] == 0
         for path in variant.rglob("*.py"):
             # Under another name nothing else would be found.
             assert not re.search(r"^\s*(from|import) grpo_kernels", path.read_text(), re.M), path
-    assert len([*(folder / "build").iterdir()]) == 3
     needs("kernels")
     done = subprocess.run(
         [sys.executable, "-c", LOADED, folder], text=True, capture_output=True, cwd="/",
@@ -354,18 +338,17 @@ class Decoder(torch.nn.Module):
         return self.norm(self.layer(x))
 
 
-def torchtitan_losses(rank, shard):
-    """Values and whole gradients of torchtitan's DAPO loss in its wrapper, and of the example's.
-
-    Of the second of two steps; `shard` wraps the decoder.
-    """
+def test_torchtitan():
+    """Values and gradients of its DAPO loss in its wrapper, and of the example's."""
+    needs("torchtitan")
+    needs("spmd_types")
     from torchtitan.components.loss import ChunkedLossWrapper
 
     path = file_of("torchtitan", "experiments/rl/losses/dapo.py")
     dapo = run_file(path, "dapo_of_torchtitan").DAPOLoss.Config()
     FusedDAPOLoss = run_example("torchtitan_loss")["FusedDAPOLoss"]
     assert issubclass(FusedDAPOLoss, ChunkedLossWrapper)
-    g = torch.Generator().manual_seed(1 + rank)
+    g = torch.Generator().manual_seed(1)
     ids = torch.randint(V, (4, 8), generator=g)
     mask = torch.rand(4, 8, generator=g) > 0.3
     logprobs = -5 + 0.3 * torch.randn(4, 8, generator=g)
@@ -378,43 +361,10 @@ def torchtitan_losses(rank, shard):
         FusedDAPOLoss(FusedDAPOLoss.Config()),
     ):
         model = Decoder()
-        shard(model)
         loss.set_lm_head(model.lm_head)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            value, metrics = loss(model(x), ids, 23.0, **options)
-            value.backward()
-            with torch.no_grad():  # leaves no weights behind that the update would miss
-                loss(model(x), ids, 23.0, **options)
-            optimizer.step()
-        grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
-        results.append([value.detach(), metrics["loss/mean"], *grads])
-    return results
-
-
-def sum_over_ranks(model):
-    """Shards as torchtitan's trainer does, which has FSDP divide by 1."""
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for unit in (model.layer, [model.norm, model.lm_head], model):
-        wrapped = fully_shard(unit, mesh=mesh)
-        for module in wrapped if isinstance(unit, list) else [wrapped]:
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-
-
-def torchtitan_under_fsdp2():
-    return torchtitan_losses(dist.get_rank(), sum_over_ranks)
-
-
-@pytest.mark.parametrize("sharded", (False, True), ids=("alone", "FSDP2"))
-def test_torchtitan(sharded, tmp_path):
-    needs("torchtitan")
-    needs("spmd_types")
-    if not sharded:
-        assert_close(*torchtitan_losses(0, lambda model: None))
-        return
-    ranks = Ranks(tmp_path)
-    for results in ranks(torchtitan_under_fsdp2):
-        assert_close(*results)
-    ranks.close()
+        value, metrics = loss(model(x), ids, 23.0, **options)
+        value.backward()
+        results.append(
+            [value.detach(), metrics["loss/mean"], *(p.grad for p in model.parameters())]
+        )
+    assert_close(*results)

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.tensor import DTensor
-from transformers import Qwen2ForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen2ForCausalLM
 from verl.models.transformers import monkey_patch
 from verl.utils import fsdp_utils
 
 from grpo_kernels.integrations.verl import _check_engine
-from tests.helpers.model_families import COMMON, family_model
+from tests.helpers.model_families import family_model
 from tests.helpers.tiny_models import V
 
 TOKENS = 7, 12
@@ -20,19 +20,6 @@ TOKENS = 7, 12
 
 def model_of(tied=False):
     return family_model("qwen2", tie_word_embeddings=tied)
-
-
-def qwen3_vl():
-    """Returns a Qwen3-VL with an untied head, which verl's forward gathers."""
-    torch.manual_seed(0)
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    text = {**COMMON, "rope_parameters": rope, "head_dim": 8, "initializer_range": 0.3}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
-    config = Qwen3VLConfig(
-        text_config=text, image_token_id=V - 1, video_token_id=V - 2,
-        vision_config={**vision, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
-    )  # fmt: skip
-    return Qwen3VLForConditionalGeneration(config)
 
 
 def sharded(model, strategy, mesh, dtype):
@@ -57,7 +44,7 @@ def under_fsdp(strategy, backend, kind, dtype=torch.float32, shape=(2,)):
     their gradients.
     """
     rank, world, full_params = dist.get_rank(), dist.get_world_size(), nullcontext()
-    model = qwen3_vl() if kind == "qwen3_vl" else model_of(kind == "tied")
+    model = model_of(kind == "tied")
     patched, original = type(model), type(model).forward
     monkey_patch.patch_forward_with_backends(model, True, backend)
     try:
@@ -73,16 +60,14 @@ def under_fsdp(strategy, backend, kind, dtype=torch.float32, shape=(2,)):
                 if strategy == "fsdp2":
                     model.set_requires_gradient_sync(part == 1)
                 g = torch.Generator().manual_seed(100 * step + 10 * part + rank)
-                ids = torch.randint(V - 2, (1, TOKENS[rank] + part), generator=g)
+                ids = torch.randint(V, (1, TOKENS[rank] + part), generator=g)
                 weights = torch.randn(2, *ids.shape, generator=g)
                 kwargs = {"input_ids": ids, "use_cache": False, "temperature": 0.7}
-                if kind == "qwen3_vl":
-                    kwargs["position_ids"] = torch.arange(ids.shape[1]).expand(4, 1, -1)
                 out = model(**kwargs, return_dict=True)
                 loss = (out.log_probs * weights[0]).sum() + (out.entropy.float() * weights[1]).sum()
                 (loss / 10).backward()
             if strategy is None:
-                for parameter in trained(model).values():
+                for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
                     parameter.grad /= world
             if step == 0:
@@ -97,14 +82,9 @@ def under_fsdp(strategy, backend, kind, dtype=torch.float32, shape=(2,)):
     with full_params:
         gradients = {
             name.replace("_fsdp_wrapped_module.", ""): whole_gradient(parameter).double()
-            for name, parameter in trained(model).items()
+            for name, parameter in model.named_parameters()
         }
     return out.log_probs.detach(), out.entropy.detach(), gradients
-
-
-def trained(model):
-    """Without what is for pixels, of which there are none."""
-    return {k: x for k, x in model.named_parameters() if "visual" not in k}
 
 
 def whole_gradient(parameter):

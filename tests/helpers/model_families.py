@@ -11,8 +11,6 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
 FAMILIES = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {}),
-    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
-    "mistral": ("MistralConfig", {}),
     "phi": ("PhiConfig", {"num_key_value_heads": 2}),  # a bias
     "gpt_neox": ("GPTNeoXConfig", {}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}),
@@ -34,7 +32,6 @@ FAMILIES = {
                           "logit_scale": 3.0}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "output_router_logits": True}),
     "mixtral": ("MixtralConfig", {**EXPERTS, "output_router_logits": True}),
-    "olmo2": ("Olmo2Config", {}),
     # Its `base_model` is the model itself.
     "llama4": ("Llama4TextConfig", {"num_key_value_heads": 2, "intermediate_size_mlp": 64,
                                     "num_local_experts": 2, "num_experts_per_tok": 1}),

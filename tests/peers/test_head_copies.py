@@ -1,7 +1,6 @@
 """Copies of a model with a fused head, in memory and by pickle: each has its own head."""
 
 import copy
-import io
 import math
 import pickle
 import types
@@ -29,18 +28,9 @@ from tests.peers.test_transformers import (
 pytestmark = pytest.mark.usefixtures("real_memory", "own_precision")
 
 
-def saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 COPIES = {
     "deepcopy": copy.deepcopy,
-    "copy": lambda model: copy.deepcopy(copy.copy(model)),
     "pickle": lambda model: pickle.loads(pickle.dumps(model, protocol=0)),
-    "torch.save": saved,
 }
 
 
@@ -68,11 +58,8 @@ def with_own_forward():
 # Modules that contain a model with a fused head.
 MODULES = {
     "model": lambda: attached(family_model("qwen2")),
-    "softcap": lambda: attached(family_model("gemma2")),
     "own forward": with_own_forward,
     "within LoRA": lambda: with_lora(attached(family_model("qwen2")), **LORAS["head"]),
-    "around LoRA": lambda: attached(with_lora(family_model("qwen2"), **LORAS["head"])),
-    "compiled": lambda: torch.compile(attached(family_model("qwen2")), backend="eager"),
     "accelerate": lambda: Accelerator(cpu=True, mixed_precision="bf16").prepare(
         attached(family_model("qwen2"))
     ),
@@ -96,7 +83,7 @@ def test_a_copy_has_its_own_head(case, by):
     assert logps.abs().max() > 1
     torch.testing.assert_close(actual, logps, rtol=tolerance, atol=tolerance)
     assert_same_gradients(actual_grads, expected_grads, tolerance)
-    if case in ("compiled", "accelerate"):
+    if case == "accelerate":
         return
     with torch.no_grad():
         for parameter in copied.get_output_embeddings().parameters():
@@ -105,7 +92,7 @@ def test_a_copy_has_its_own_head(case, by):
     assert (flat.entropy[flat.mask] - math.log(V)).abs().max() < 1e-4
     torch.testing.assert_close(kept.logps, logps, rtol=1e-4, atol=1e-4)
     # A call without the keyword is that of the instance, which pickle does not restore.
-    own = [case == "own forward" and (by in ("deepcopy", "copy") or i == 0) for i in range(2)]
+    own = [case == "own forward" and (by == "deepcopy" or i == 0) for i in range(2)]
     for attached_still in (True, False):
         assert has_fused_head(module) and has_fused_head(copied) == attached_still
         outputs = [one(**inputs, labels=labels) for one in (module, copied)]

@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from grpo_kernels.explain.exports import read
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 from grpo_kernels.integrations.trl.explain import ExplainCallback
-from grpo_kernels.loss.losses import Clip, Vespo
+from grpo_kernels.loss.losses import Clip
 from tests.helpers.trl_runs import (
     FOUR,
     assert_same_run,
@@ -105,15 +105,13 @@ WAYS = {
 CASES = {
     # Of all of these each token, or each sequence, has its own gradient.
     **{name: ("plain skipped", {"loss_type": name, **FOUR})
-       for name in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo", "luspo")},
+       for name in ("dapo", "bnpo", "sapo", "luspo")},
     "vespo": ("plain skipped", {"loss_type": "vespo", "mask_truncated_completions": True, **TWICE}),
     "cispo": ("plain skipped", {"loss_type": "cispo", "epsilon_high": 1.5, **TWICE}),
     "delta, temperature": ("plain sorted", {
         "delta": 1.1, "epsilon": 0.01, "epsilon_high": 0.02, "temperature": 0.7, **TWICE}),
     "sequence": ("plain skipped sorted", {"loss_type": "dr_grpo", **SEQUENCE, **TWICE}),
     "off_policy": ("plain skipped", {"off_policy_mask_threshold": 1e-3, **TWICE}),
-    "advantages not scaled": ("plain", {"scale_rewards": "none", "loss_type": "luspo", **TWICE}),
-    "scale_rewards": ("skipped", {"scale_rewards": "batch", **FOUR}),
     # What all tokens of a micro-batch take part in.
     "kl": ("plain sorted", {"beta": 0.1, "loss_type": "grpo", **TWICE}),
     "kl_uncorrected, truncated": ("plain sorted", {
@@ -135,11 +133,8 @@ CASES = {
     # Models.
     "float32_head, tied": ("plain", {"cast_lm_head_to_fp32": True, "family": "llama", **TWICE}),
     "checkpointed, softcap": ("plain", {"gradient_checkpointing": True, "family": "gemma2"}),
-    "checkpointed": ("skipped", {"gradient_checkpointing": True, **FOUR}),
     "learned positions": ("skipped", {"family": "gpt2", "disable_dropout": True, **FOUR}),
-    "bf16": ("skipped", {"bf16": True, **FOUR}),
     "lora": ("plain skipped", {"learning_rate": 0.5, **LORA, **FOUR}),
-    "lora, kl": ("plain", {"beta": 0.1, "learning_rate": 0.5, **LORA, **TWICE}),
     "pixels": ("plain", {"injected": pixels, "family": "llava"}),
     # What comes with a batch.
     "tool": ("plain skipped", {"scored": a_tool_s_words, **TWICE}),
@@ -158,12 +153,9 @@ CASES = {
         "mask_truncated_completions": True, "pad_to_multiple_of": 8, **FOUR}),
     # Steps and batches.
     "every completion counts": ("skipped", {"share": 0.0, **FOUR}),
-    "nothing to learn in most steps": ("skipped", {
-        "share": 0.6, "loss_type": "grpo", "max_steps": 6}),
     "several updates of a batch, twice": ("plain skipped", {
         "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2,
         "max_steps": 6}),
-    "a step of two batches": ("skipped", {**FOUR, "steps_per_generation": 2}),
     "steps that begin within a batch": ("skipped", {
         "gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 5}),
     "a step that ends with the epoch": ("skipped", {"max_steps": 8, **FOUR}),
@@ -174,10 +166,6 @@ CASES = {
         "beta": 0.1, "entropy_coef": 0.1, "ours": {"loss": Clip()}, **TWICE}),
     "own bnpo": ("plain skipped", {
         "ours": {"loss": Clip(aggregation="bnpo")}, "trl": {"loss_type": "bnpo"}, **TWICE}),
-    "own dr_grpo": ("plain skipped", {
-        "ours": {"loss": Clip(aggregation="dr_grpo")}, "trl": {"loss_type": "dr_grpo"}, **FOUR}),
-    "own vespo": ("skipped", {
-        "ours": {"loss": Vespo()}, "trl": {"loss_type": "vespo"}, **TWICE}),
     # Takes two passes; TRL then logs ratios of tokens.
     "own sequence": ("plain", {
         "ours": {"loss": Clip(aggregation="grpo", ratio_level="sequence")},
@@ -186,8 +174,7 @@ CASES = {
     **{f"{name} of the step": ("plain", {
         "loss_type": "grpo", "epsilon": 0.5, "changed": ("trainer", {name: value}), **TWICE})
        for name, value in {
-           "epsilon_low": 0.01, "epsilon_high": 0.01, "importance_sampling_level": "sequence",
-           "top_entropy_quantile": 0.6, "loss_type": "dr_grpo"}.items()},
+           "importance_sampling_level": "sequence", "loss_type": "dr_grpo"}.items()},
     "delta of the step": ("plain", {
         "loss_type": "grpo", "epsilon": 0.5, "changed": ("args", {"delta": 1.001}), **TWICE}),
 }  # fmt: skip
@@ -225,14 +212,11 @@ def test_the_same_run(case, tmp_path):
         folder, calls = tmp_path / way, []
         # A page of each step, of text; a run without pages follows the same functions elsewhere.
         pages = way == "plain" and not {"family", "evaluate"} & options.keys()
-        actual = run(
-            our_classes[pages], folder, calls=calls, **options, **ours, **WAYS[way]
-        )  # fmt: skip
+        actual = run(our_classes[pages], folder, calls=calls, **options, **ours, **WAYS[way])
         if pages:
             assert_pages_add_up(folder, actual[0], options.get("gradient_accumulation_steps", 1))
         if way != "plain":
-            tolerance = 1e-5 if trl_class is OfLogits else 1e-6
-            assert_same_updates(actual, theirs, 2e-3 if case == "bf16" else tolerance)
+            assert_same_updates(actual, theirs, 1e-5 if trl_class is OfLogits else 1e-6)
             check_calls(case, options, way, calls, their_calls)
         elif trl_class is OfLogits or case == "own sequence":
             assert_same_training(actual, theirs, 1e-4)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("trl", reason="needs the extra 'test'")
 from trl import GRPOTrainer
 
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, deal, patch_trl
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, deal
 from grpo_kernels.integrations.trl.explain import ExplainCallback
 from tests.helpers.trl_runs import FOUR, assert_same_updates, rewards_of, run, steps_of
 
@@ -34,27 +34,9 @@ def test_steps_without_anything_to_learn(tmp_path):
 
 def test_kept_sets_are_dealt_with_their_completions(tmp_path):
     options = {"replay_support": True, "top_k": 5, "num_iterations": 2, **FOUR}
-    options |= {"completions": None, "mask_truncated_completions": True}
-    for loss_type in ("dapo", "vespo"):
-        more = {**options, "loss_type": loss_type}
-        expected = run(FusedGRPOTrainer, tmp_path / f"{loss_type}-all", **more)
-        actual = run(FusedGRPOTrainer, tmp_path / loss_type, **SKIP, **more)
-        assert_same_updates(actual, expected)
-
-
-class Own(GRPOTrainer):
-    """A trainer with a loss of its own, which is TRL's twice."""
-
-    gradient_needs_advantage = True
-
-    def _compute_loss(self, model, inputs):
-        return 2 * super()._compute_loss(model, inputs)
-
-
-def test_a_loss_of_a_subclass_under_the_patch(tmp_path):
-    expected = run(Own, tmp_path / "own", **FOUR)
-    with patch_trl(skip_untrained=True):
-        assert_same_updates(run(Own, tmp_path / "patched", **FOUR), expected)
+    options |= {"completions": None, "mask_truncated_completions": True, "loss_type": "vespo"}
+    expected = run(FusedGRPOTrainer, tmp_path / "all", **options)
+    assert_same_updates(run(FusedGRPOTrainer, tmp_path / "skipped", **SKIP, **options), expected)
 
 
 def test_clip_ratios_are_those_of_computed_tokens(tmp_path):
@@ -107,43 +89,8 @@ def test_explanations_are_of_the_computed_completions(tmp_path):
             super().__init__(*args, **kwargs)
             self.add_callback(ExplainCallback(self, every=1))
 
-    for loss_type in ("grpo", "vespo"):
-        folder = tmp_path / loss_type
-        run(Explained, folder, skip_untrained=True, loss_type=loss_type, num_iterations=2, **FOUR)
-        assert len([*folder.rglob("*.html")]) == 3
-
-
-class Rebuilt(FusedGRPOTrainer):
-    def _prepare_inputs(self, batch):
-        inputs = super()._prepare_inputs(batch)
-        return {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
-
-
-def changing(**options):
-    """A trainer that gets other options after its first update of a generation batch."""
-
-    class Changing(FusedGRPOTrainer):
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            vars(self).update(options)
-            return loss
-
-    return Changing
-
-
-TRAINERS = {
-    "rebuilt": (Rebuilt, "a trainer that makes micro-batches itself"),
-    "beta": (changing(beta=0.1), "beta > 0"),
-    "quantile": (changing(top_entropy_quantile=0.5), "top_entropy_quantile < 1"),
-    "loss": (changing(loss_type="bnpo"), "a loss_type that changes from bnpo, or to it"),
-}
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_trainers_that_are_refused(name, tmp_path):
-    trainer_class, message = TRAINERS[name]
-    with pytest.raises(ValueError, match=f"skip_untrained=True does not work with {message}"):
-        run(trainer_class, tmp_path, skip_untrained=True, num_iterations=2)
+    run(Explained, tmp_path, **SKIP, loss_type="vespo", num_iterations=2, **FOUR)
+    assert len([*tmp_path.rglob("*.html")]) == 3
 
 
 # Groups of equal rewards
@@ -169,13 +116,9 @@ def test_equal_rewards_move_nothing(tmp_path):
 # rewards of a group by function, whether they are equal, whatever their mean rounds to
 NONE = float("nan")
 GROUPS = (
-    ([[0.3]] * 6, True),
     ([[0.3]] * 5 + [[NONE]], True),
     ([[NONE]] * 6, True),
-    ([[0.1]] * 5 + [[0.2]], False),
     ([[1e5]] * 5 + [[1e5 + 2**-7]], False),  # one bit: advantages are one number and zeros
-    ([[16777216.0]] * 5 + [[16777218.0]], False),
-    ([[0.3, 0.9]] * 6, True),
     ([[0.25, 0.5]] * 3 + [[0.5, 0.25]] * 3, "the sum"),
     ([[0.3, 0.9]] * 5 + [[0.3, NONE]], "each"),
     ([[0.3, 0.9]] * 5 + [[NONE, NONE]], True),
@@ -215,8 +158,7 @@ class Raw(GRPOTrainer):
         return batch | {"advantages": torch.ones_like(batch["advantages"])}
 
 
-@pytest.mark.parametrize("order", ("behind", "in front"))
-def test_advantages_of_one_s_own_stay(order, tmp_path):
-    bases = (FusedGRPOTrainer, Raw) if order == "behind" else (Raw, FusedGRPOTrainer)
+def test_advantages_of_one_s_own_stay(tmp_path):
     expected = run(Raw, tmp_path / "theirs", share=1.0, **FOUR)
-    assert_same_updates(run(type("Mixed", bases, {}), tmp_path, share=1.0, **FOUR), expected)
+    for bases in ((FusedGRPOTrainer, Raw), (Raw, FusedGRPOTrainer)):
+        assert_same_updates(run(type("Mixed", bases, {}), tmp_path, share=1.0, **FOUR), expected)

@@ -109,9 +109,9 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
 
 
 KINDS = (
-    "ddp", "ddp, lora, checkpointed", "fsdp2", "fsdp2, checkpointed", "fsdp2, head apart",
-    "fsdp2, lora", "fsdp2, lora, head apart", "fsdp2, mixed", "fsdp2, mixed, head apart, in parts",
-    "fsdp2, lora, mixed, head apart, in parts", "head alone", "lora, head alone",
+    "ddp, lora, checkpointed", "fsdp2, checkpointed", "fsdp2, head apart",
+    "fsdp2, lora", "fsdp2, mixed", "fsdp2, mixed, head apart, in parts",
+    "fsdp2, lora, mixed, head apart, in parts", "lora, head alone",
 )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def kl_to_its_own_states(kind: str) -> tuple[float, float]:
     return objective.output.metrics["kl"].item(), (new.exp() * (new - old)).sum(-1).mean().item()
 
 
-@pytest.mark.parametrize("kind", ("", "head apart", "frozen", "frozen, head apart"))
+@pytest.mark.parametrize("kind", ("", "head apart", "frozen, head apart"))
 def test_states_of_a_sharded_model_are_of_the_model_as_it_was(kind, ranks):
     for kl, expected in ranks(kl_to_its_own_states, kind):
         assert expected > 1e-3 and kl == pytest.approx(expected, rel=1e-3)

@@ -80,9 +80,7 @@ def losses(cuts):
 
 
 # Nine tokens per sequence.
-@pytest.mark.parametrize(
-    "cuts", ((0, 4, 9), (0, 1, 9), (0, 9, 9)), ids=("halves", "uneven", "none")
-)
+@pytest.mark.parametrize("cuts", ((0, 1, 9), (0, 9, 9)), ids=("uneven", "none"))
 def test_losses(ranks, cuts):
     for name, *results in zip(LOSSES, *ranks(losses, cuts), strict=True):
         expected = run_fused(batch_of(name), exact=True, scale=1.0, **LOSSES[name])
@@ -98,29 +96,22 @@ def whole_sequences(name):
     return loss(flat, name, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
 
-@pytest.mark.parametrize("name", ("gspo", "everything"))
-def test_packed_sequences(ranks, name):
+def test_packed_sequences(ranks):
     """Ranks that have sequences of their own: the joined tokens are packed, too."""
     batch = make_batch()
-    expected = run_fused(batch, exact=True, scale=1.0, **LOSSES[name])
+    expected = run_fused(batch, exact=True, scale=1.0, **LOSSES["gspo"])
     # Rows of the padded batch that are packed away have no gradient.
     ends = (batch.mask * torch.arange(1, 10)).amax(1)
     keep = torch.arange(9) < ends[:, None]
     expected.logps = expected.logps[keep]
     expected.gradients["hidden"] = expected.gradients["hidden"][keep]
-    assert_matches(joined(ranks(whole_sequences, name), 0), expected, 3e-5, logps=1e-4)
-
-
-DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8,
-    torch.int8, torch.int16, torch.int32, torch.int64,
-)  # fmt: skip
+    assert_matches(joined(ranks(whole_sequences, "gspo"), 0), expected, 3e-5, logps=1e-4)
 
 
 def gathered(sizes):
     """Gathers parts of these sizes, `[3, T_r]` and `[T_r]`, in every dtype."""
     rank, pairs = dist.get_rank(), []
-    for dtype in DTYPES:
+    for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.uint8, torch.int64):
         for shape in ((3, sizes[rank]), (sizes[rank],)):
             g = torch.Generator().manual_seed(rank)
             local = (4 * torch.rand(shape, generator=g)).to(dtype)
@@ -129,7 +120,7 @@ def gathered(sizes):
     return pairs
 
 
-@pytest.mark.parametrize("sizes", ((3, 3), (1, 4), (0, 2), (5, 0), (0, 0)), ids=str)
+@pytest.mark.parametrize("sizes", ((1, 4), (5, 0), (0, 0)), ids=str)
 def test_what_is_gathered(ranks, sizes):
     for results in zip(*ranks(gathered, sizes), strict=True):
         expected = torch.cat([local for local, _ in results], -1)
@@ -148,11 +139,11 @@ def gradient(sizes):
     return x.grad, traffic.seen
 
 
-@pytest.mark.parametrize("sizes", ((2, 2), (1, 3), (0, 4)), ids=str)
-def test_the_backward_is_a_slice_and_sends_nothing(ranks, sizes):
-    grads, sent = zip(*ranks(gradient, sizes), strict=True)
-    assert torch.equal(torch.cat(grads, 1), torch.arange(8.0).view(2, 4))
-    assert sent == ([], [])
+def test_the_backward_is_a_slice_and_sends_nothing(ranks):
+    for sizes in ((1, 3), (0, 4)):
+        grads, sent = zip(*ranks(gradient, sizes), strict=True)
+        assert torch.equal(torch.cat(grads, 1), torch.arange(8.0).view(2, 4))
+        assert sent == ([], [])
 
 
 # Fault: `x` and group of rank `r`, and the error on both ranks.

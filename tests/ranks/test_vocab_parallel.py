@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from grpo_kernels import (
     LMHead,
     Support,
     VocabRanks,
-    reference,
 )
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from tests import test_pairs as pairs
@@ -33,18 +33,10 @@ from tests.helpers.batches import (
 )
 from tests.helpers.head_options import BACKENDS, CHUNK
 from tests.helpers.ranks import Ranks
-from tests.helpers.supports import make_support
 from tests.ranks.traffic import Traffic
 from tests.test_logits import SURE_CALLS, score_sure, sure_tokens
 
 UNEVEN = (0, 300, 1003)
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    session = Ranks(tmp_path_factory.mktemp("ranks"), world=4)
-    yield session
-    session.close()
 
 
 def rows_of(cuts, starts=None):
@@ -57,14 +49,20 @@ def rows_of(cuts, starts=None):
 # Every pair of options, and every objective
 
 
-def wrong(cases, cuts):
+def wrong(cases, cuts, starts=None, layout="replicated"):
     """Checks each, with other rows of the head on each rank; says what differs."""
-    rows, problems = rows_of(cuts), []
+    rows, problems = rows_of(cuts, starts), []
+    start = None if starts is None else starts[dist.get_rank()]
+    vocab_ranks = VocabRanks(dist.group.WORLD, start, layout)
     for names, call, objective in cases:
         batch = pairs.batch_of(names)
         options = {"call": call, "objective": objective}
         expected = pairs.run(batch, names, truth=True, **options)
-        actual = pairs.run(batch, names, truth=False, rows=rows, **options)
+        with mock.patch.object(pairs, "VocabRanks", lambda _: vocab_ranks):
+            actual = pairs.run(batch, names, truth=False, rows=rows, **options)
+        for name in sorted(actual.gradients.keys() - pairs.VOCABULARY_FIELDS):
+            if layout == "partial" and actual.gradients[name] is not None:
+                dist.all_reduce(actual.gradients[name])
         for value in (actual.loss, actual.logps, actual.gradients["hidden"]):
             first = value.clone()
             dist.broadcast(first, 0)
@@ -116,132 +114,72 @@ SOME = [
 ]  # fmt: skip
 
 
-# A rank with one column, which may own no target; and four ranks, one of them with three columns.
-@pytest.mark.parametrize("cuts", ((0, 210, 211), (0, 3, 57, 160, 211)), ids=("little", "four"))
-def test_other_cuts(ranks, cuts, request):
-    session = ranks if len(cuts) == 3 else request.getfixturevalue("four_ranks")
-    problems = session(wrong, [(pair, "loss", None) for pair in SOME], cuts)
-    assert problems == [[]] * (len(cuts) - 1)
+def test_four_ranks(tmp_path):
+    """One of them has three columns."""
+    session = Ranks(tmp_path, world=4)
+    problems = session(wrong, [(pair, "loss", None) for pair in SOME], (0, 3, 57, 160, 211))
+    session.close()
+    assert problems == [[]] * 4
 
 
-# Columns in another order, DTensors, and rows that lie in few columns
+# Columns in another order, states whose gradients the caller adds up, DTensors, verl's call
 
-VOCABULARY_FIELDS = ("weight", "bias", "b")
-
-
-def scores(
-    cuts=None, *, call="linear_logprobs", starts=None, layout="replicated", dtensors=False,
-    biased=(), added=0.0, lift=0.0, **options,
-):  # fmt: skip
-    """The results of a call on a head with a LoRA and a bias, and all gradients of a loss.
-
-    Without `cuts` they are those of the reference in float64 on the whole head. "verl" has neither
-    LoRA nor bias; `biased` ids are no targets, and `added` is added to their bias.
-    """
-    exact, batch = cuts is None, make_batch()
-    g, mask, bias = torch.Generator().manual_seed(3), batch.mask, batch.bias + lift
-    bias[list(biased)] += added
-    targets = torch.where(torch.isin(batch.targets, torch.tensor(biased)), 777, batch.targets)
-    leaves = {
-        "hidden": torch.where(mask[..., None], batch.hidden, 0.0), "weight": batch.weight,
-        "bias": bias, "a_out": torch.randn(*mask.shape, 4, generator=g),
-        "b": 0.3 * torch.randn(len(bias), 4, generator=g),
-    }  # fmt: skip
-    mesh = dist.init_device_mesh("cpu", (2,)) if dtensors and not exact else None
-    for name, x in leaves.items():
-        if name in VOCABULARY_FIELDS and not exact:
-            x = distribute_tensor(x, mesh, [Shard(0)]) if mesh else x[rows_of(cuts, starts)]
-        leaves[name] = x.detach().clone().to(torch.float64 if exact else x.dtype).requires_grad_()
-    hidden, weight, bias, *low_rank = leaves.values()
-    kwargs = {"hidden": hidden, "weight": weight, "targets": targets, "mask": mask, **options}
-    if call != "verl":
-        kwargs |= {"bias": bias, "low_rank": tuple(low_rank)}
-    if not exact and mesh is None:
-        start = None if starts is None else starts[dist.get_rank()]
-        kwargs["ranks"] = VocabRanks(dist.group.WORLD, start, layout)
-    if call == "fused_grpo_loss":
-        kwargs["advantages"] = batch.advantages.to(hidden.dtype)
-    elif not exact:
-        kwargs["entropy"] = True
-    if call == "verl" and not exact:
-        how = (kwargs["temperature"], "none", dist.group.WORLD)
-        out = linear_cross_entropy(hidden, weight, targets, *how, mask=mask)
-    else:
-        package = reference if exact else grpo_kernels
-        out = called(package, call.replace("verl", "linear_logprobs"), kwargs)
-    if call == "fused_grpo_loss":
-        results, total = {"logps": out.logps, "entropy": out.entropy}, out.loss
-    else:
-        names = ("logps", "entropy", "logsumexp")[: 2 if call == "verl" else 3]
-        results = dict(zip(names, out, strict=False))
-        total = sum(
-            (x * (torch.arange(x.numel()) % 7 / 3 - 0.8).view(x.shape)).sum()
-            for x in results.values()
-        )
-    total.backward()
-    grads = {f"d_{k}": x.grad for k, x in leaves.items() if x.grad is not None}
-    for name in ("d_weight", "d_bias", "d_b") if mesh else ():
-        assert grads[name].placements == (Shard(0),)
-        grads[name] = grads[name].full_tensor()
-    return {name: x.detach() for name, x in (results | grads).items()}
-
-
-PARTIAL = {"layout": "partial"}
-LOSS = {"call": "fused_grpo_loss"}
-# Banned ids include the first of a rank; FLAT has slopes of at most 1e-3.
-BANNED = {"biased": (0, 300, 301), "added": -torch.inf, "softcap": 6.0}
-FLAT = {"lift": 60.0, "softcap": 12.0, "chunk_bytes": CHUNK}
-SETS = {"support": make_support(make_batch(), without=0.0), "targets": None, "entries": True}
-
-
-def several_of(batch):
-    """Three targets per token, one of them twice, none of them banned."""
-    ids = torch.stack([batch.targets, batch.targets * 7 % 1003, batch.targets], -1)
-    return torch.where(torch.isin(ids, torch.tensor(BANNED["biased"])), 777, ids)
-
-
-SEVERAL = {"targets": several_of(make_batch())}
-SCORES = {
+LAYOUTS = {
     # Rank 0 has the first rows that it is given, but they are the last columns.
-    "columns do not follow the ranks": {"starts": (703, 0)},
-    "dtensors": {"dtensors": True},
-    "verl's call": {"call": "verl", "temperature": 1.5, **PARTIAL},
-    "the caller adds up": {**LOSS, **PARTIAL},
-    "banned, loss": {**BANNED, **LOSS, "chunk_bytes": CHUNK},
-    "flat, loss": {**FLAT, **LOSS},
-    "sets, partial": {**SETS, **PARTIAL},
-    "flat, several, partial": {**FLAT, **SEVERAL, **PARTIAL},
-    # All columns of the first rank, some of the second, are impossible, or nearly so.
-    **{
-        f"first columns {added}, {call}": {"biased": range(350), "added": added, "call": call}
-        for added in (-torch.inf, -25.0) for call in ("fused_grpo_loss", "linear_logprobs")
-    },
-}  # fmt: skip
+    "columns do not follow the ranks": {"starts": (111, 0)},
+    "the caller adds up": {"layout": "partial"},
+}
 
 
-@pytest.mark.parametrize("case", SCORES)
-def test_scores(ranks, case):
-    options = SCORES[case]
-    results, exact = ranks(partial(scores, UNEVEN, **options)), scores(**options)
-    starts = options.get("starts", UNEVEN)
-    assert all(rank.keys() == exact.keys() for rank in results)
-    for name, expected in exact.items():
-        shards = [rank[name] for rank in results]
-        is_gradient, actual = name.startswith("d_"), shards[0]
-        if name in ("d_weight", "d_bias", "d_b"):
-            if "dtensors" not in options:
-                actual = torch.cat(
-                    [shards[rank] for rank in sorted((0, 1), key=starts.__getitem__)]
-                )
-        elif is_gradient and "layout" in options:
-            assert relative_error(actual, expected) > 0.1
-            actual = sum(shards)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(ranks, name):
+    cases = [*((pair, "loss", None) for pair in SOME[:5]), (("bias", "softcap"), "entries", None)]
+    assert ranks(partial(wrong, cases, (0, 100, pairs.V), **LAYOUTS[name])) == [[], []]
+
+
+def errors(kind):
+    """Errors of log-probs, entropies and gradients, relative to those of the whole head."""
+    batch, results = make_batch(), []
+    head = {"weight": batch.weight}
+    if kind == "DTensors":
+        b = 0.3 * torch.randn(len(batch.bias), 4, generator=torch.Generator().manual_seed(3))
+        head |= {"bias": batch.bias, "b": b}
+    for whole in (True, False):
+        leaves = {"hidden": torch.where(batch.mask[..., None], batch.hidden, 0.0), **head}
+        for name, x in head.items():
+            if not whole and kind == "DTensors":
+                mesh = dist.init_device_mesh("cpu", (2,))
+                leaves[name] = distribute_tensor(x, mesh, [Shard(0)])
+            elif not whole:
+                leaves[name] = x[rows_of(UNEVEN)]
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+        hidden, weight, *rest = leaves.values()
+        if kind == "verl" and not whole:
+            how = 1.5, "none", dist.group.WORLD
+            scores = linear_cross_entropy(hidden, weight, batch.targets, *how, mask=batch.mask)
         else:
-            assert torch.equal(*shards), name
-        if is_gradient:
-            assert relative_error(actual, expected) < 2e-5, name
-        else:
-            assert (actual.double() - expected).abs().max() < 1e-4, name
+            low_rank = (hidden[..., :4].detach(), rest.pop()) if rest else None
+            lm_head = LMHead(weight, *rest, low_rank=low_rank, temperature=1.5)
+            args = hidden, lm_head, batch.targets, batch.mask
+            scores = grpo_kernels.linear_logprobs(*args, entropy=True)[:2]
+        (scores[0].square() + scores[1]).sum().backward()
+        grads = {name: x.grad for name, x in leaves.items()}
+        if not whole and kind == "DTensors":
+            assert all(grads[name].placements == (Shard(0),) for name in head)
+            grads |= {name: grads[name].full_tensor() for name in head}
+        elif kind == "verl":
+            if whole:
+                grads["weight"] = grads["weight"][rows_of(UNEVEN)]
+            else:
+                dist.all_reduce(grads["hidden"])
+        results.append([x.detach() for x in (*scores, *grads.values())])
+    return [relative_error(x, truth.double()) for truth, x in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ("DTensors", "verl"))
+def test_other_calls(ranks, kind):
+    for found in ranks(errors, kind):
+        assert max(found) < 2e-5
 
 
 def sure(cuts, call, backend):
@@ -302,18 +240,11 @@ def _low_rank(c, r, ranks=(2, 2)):
     return {"low_rank": (torch.zeros(4, 9, ranks[r]), torch.zeros(len(c.weight), ranks[r]))}
 
 
-def _distributed(c, placement, **more):
-    weight = distribute_tensor(make_batch().weight, dist.init_device_mesh("cpu", (2,)), [placement])
-    return {"weight": weight, "ranks": None, **more}
-
-
-def _support(c, r, apart=False):
-    """A set of its target alone for each token; on the second rank `apart` has an entry more."""
+def _support(c, r):
+    """A set of its target alone for each token; on the second rank one has an entry more."""
     ids, sizes = c.targets.clamp(min=0).flatten(), torch.arange(c.targets.numel() + 1)
-    if apart:
-        ids = torch.cat([(ids[:r] + 1) % 1003, ids])
-        sizes[1:] += r
-    return {"support": Support(ids, sizes)}
+    sizes[1:] += r
+    return {"support": Support(torch.cat([(ids[:r] + 1) % 1003, ids]), sizes)}
 
 
 _ON_ALL = "expected on all ranks or on none; got it on ranks "
@@ -323,8 +254,6 @@ _BF16 = torch.bfloat16
 REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
     "overlap": (lambda c, r: {"start": [0, 400][r]},
                 "ranks.start: expected every column on one rank; got columns 0 to 501, 400 to 900"),
-    "hole": (lambda c, r: {"start": [0, 600][r]},
-             "ranks.start: expected every column on one rank; got columns 0 to 501, 600 to 1100"),
     "start on one": (lambda c, r: {"start": [None, 502][r]}, f"ranks.start: {_ON_ALL}[1]"),
     "dtype": (lambda c, r: {"weight": c.weight.to([torch.float32, _BF16][r])},
               f"weight's dtype: {_SAME}['float32', 'bfloat16']"),
@@ -368,15 +297,8 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
     "passes": (lambda c, r: {"config": config(loss_type="gspo")} if r else {},
                f"one pass: {_SAME}[1, 0]"),
     "gradient": (lambda c, r: {"trained": bool(r)}, f"gradient: {_ON_ALL}[1]"),
-    "supports": (lambda c, r: _support(c, r, apart=True),
+    "supports": (_support,
                  "support: expected the same on all ranks that share the vocabulary; got others"),
-    "columns": (lambda c, r: _distributed(c, Shard(1)),
-                "weight: expected a DTensor with Shard(0) on a mesh of one dimension"),
-    "dtensor and group": (
-        lambda c, r: _distributed(c, Shard(0), ranks=VocabRanks(dist.group.WORLD)),
-        "ranks.group: expected None with a DTensor, which has its own"),
-    "plain bias": (lambda c, r: _distributed(c, Shard(0), bias=make_batch().bias),
-                   "bias: expected a DTensor, as another tensor of the head is one"),
 }  # fmt: skip
 
 
@@ -393,9 +315,7 @@ def refused(change):
     rank_args = [kwargs.pop(name) for name in ("group", "start", "layout")]
     kwargs["weight"] = kwargs["weight"].detach().requires_grad_(kwargs.pop("trained"))
     with pytest.raises((ValueError, TypeError)) as error:
-        if "ranks" not in kwargs:
-            kwargs["ranks"] = VocabRanks(*rank_args)
-        called(grpo_kernels, "fused_grpo_loss", kwargs)
+        called(grpo_kernels, "fused_grpo_loss", {**kwargs, "ranks": VocabRanks(*rank_args)})
     return str(error.value)
 
 
