@@ -345,6 +345,43 @@ def test_every_tensor_is_made_with_a_dtype_and_a_device():
                 assert "device" in given or here, f"{path}:{node.lineno}"
 
 
+@pytest.mark.parametrize("largest", (0.0, 1e-40, 1e-25, 0.999, 1.0, 700.0, 1e30, float("inf")))
+def test_what_float16_holds_is_brought_to_between_1_and_2(largest):
+    """Neither the scale nor its inverse is 0, infinite or below float32's normal numbers."""
+    scale = float16_scale([torch.float32, torch.float16], lambda: torch.tensor(largest))
+    assert 2.0**-126 <= float(scale) <= 2.0**126 and float(scale.log2()) % 1 == 0
+    assert 1.0 <= largest * float(scale) < 2.0 or not 1e-30 < largest < 1e38
+
+
+FLOATS = {
+    "tensor", "as_tensor", "asarray", "scalar_tensor", "zeros", "ones", "empty", "full", "eye",
+    "empty_strided", "linspace", "logspace", "rand", "randn", "normal", "Tensor", "FloatTensor",
+}  # fmt: skip
+MAKERS = FLOATS | {"arange", "randint", "randperm"}
+
+
+def test_every_tensor_is_made_with_a_dtype_and_a_device():
+    """No call in the package leaves them out: `new_zeros` has those of its tensor."""
+    for path in Path(grpo_kernels.__file__).parent.rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        placed = {
+            id(x) for node in nodes if isinstance(node, ast.With)
+            and ast.unparse(node.items[0]).startswith("torch.device(") for x in ast.walk(node)
+        }  # fmt: skip
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module == "torch":
+                assert not MAKERS - {"Tensor"} & {x.name for x in node.names}, path
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            calls_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if calls_torch and (name := node.func.attr) in MAKERS:
+                given = {x.arg for x in node.keywords}
+                assert "dtype" in given or name not in FLOATS, f"{path}:{node.lineno}"
+                # The doctor is a command, which sets no default.
+                here = id(node) in placed or path.name == "doctor.py"
+                assert "device" in given or here, f"{path}:{node.lineno}"
+
+
 @pytest.mark.parametrize("name", ("hidden", "weight"))
 @pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
 def test_mixed_dtypes(loss_type, name):
