@@ -475,11 +475,13 @@ def one_rank():
             dist.destroy_process_group()
 
 
-def on_ranks(change: Callable, call: str = "linear_logprobs") -> None:
-    """Calls with the changes for a group and a mesh of one rank."""
+def on_ranks(call: str = "linear_logprobs", start: int | None = None, **changes: Any) -> None:
+    """Calls on one rank, with some arguments as shards of the first dimension or of another."""
     with one_rank() as group:
-        good = {"ranks": VocabRanks(group)}
-        batch_call(call, **good | change(group, dist.init_device_mesh("cpu", (1,))))
+        mesh = dist.init_device_mesh("cpu", (1,))
+        shards = {k: x for k, x in changes.items() if type(x) is tuple}
+        made = {k: distribute_tensor(x, mesh, [Shard(dim)]) for k, (x, dim) in shards.items()}
+        batch_call(call, **{"ranks": VocabRanks(group, start), **changes, **made})
 
 
 def gathered(x: object = ONES, group: object = None) -> None:
@@ -487,35 +489,24 @@ def gathered(x: object = ONES, group: object = None) -> None:
         grpo_kernels.gather_tokens(x, group or world)
 
 
-def shard(x: torch.Tensor, mesh: Any, dim: int = 0) -> torch.Tensor:
-    return distribute_tensor(x, mesh, [Shard(dim)])
-
-
 OF_RANKS = [
+    *table(VocabRanks,
+        ("ranks.group: expected a torch.distributed process group that", {"group": "tensor"}),
+        ("ranks.hidden: expected one of replicated, partial; got", {"hidden": "tokens"}),
+        ("ranks.start: expected an int, or None; got 0.5", {"start": 0.5}),
+    ),
     *table(on_ranks,
-        ("ranks.group: expected a process group, as weight is no DTensor; got None",
-         {"change": lambda group, mesh: {"ranks": VocabRanks(start=3)}}),
-        ("ranks.group: expected None with a DTensor, which has its own; got one",
-         {"change": lambda group, mesh: {"weight": shard(WEIGHT, mesh)}}),
-        ("ranks.start: expected every column on one rank; got columns 3 to 9",
-         {"change": lambda group, mesh: {"ranks": VocabRanks(group, 3)}}),
-        ("ranks.hidden: expected one of replicated, partial; got 'tokens'",
-         {"change": lambda group, mesh: {"ranks": VocabRanks(group, hidden="tokens")}}),
-        ("reference: expected a head whose rows the ranks share as they do the policy's, ...",
-         {"change": lambda group, mesh: {"reference": REFERENCE},
-          "call": "fused_distillation_loss"}),
-        ("weight: expected a row or more", {"change": lambda group, mesh: {"weight": WEIGHT[:0]}}),
+        ("ranks.group: expected a process group, as weight is", {"ranks": VocabRanks(start=3)}),
+        ("ranks.group: expected None with a DTensor, which has its own", {"weight": (WEIGHT, 0)}),
+        ("ranks.start: expected every column on one rank; got columns 3 to 9", {"start": 3}),
+        ("weight: expected a row or more", {"weight": WEIGHT[:0]}),
         ("weight: expected a DTensor with Shard(0) on a mesh of one dimension",
-         {"change": lambda group, mesh: {"weight": shard(WEIGHT, mesh, 1), "ranks": None}}),
-        ("ranks.group: expected a torch.distributed process group that this rank is in; got 't",
-         {"change": lambda group, mesh: {"ranks": VocabRanks("tensor")}}),
-        ("ranks.start: expected an int, or None; got 0.5",
-         {"change": lambda group, mesh: {"ranks": VocabRanks(group, 0.5)}}),
+         {"weight": (WEIGHT, 1), "ranks": None}),
         ("bias: expected a DTensor, as another tensor of the head is one; got Tensor",
-         {"change": lambda group, mesh: {
-             "weight": shard(WEIGHT, mesh), "ranks": None, "bias": BANS_0}}),
-        ("hidden: expected a plain tensor; got a DTensor",
-         {"change": lambda group, mesh: {"hidden": shard(HIDDEN, mesh)}}),
+         {"weight": (WEIGHT, 0), "bias": BANS_0, "ranks": None}),
+        ("hidden: expected a plain tensor; got a DTensor", {"hidden": (HIDDEN, 0)}),
+        ("reference: expected a head whose rows the ranks share as they do the policy's, ...",
+         {"reference": REFERENCE, "call": "fused_distillation_loss"}),
     ),
     *table(gathered,
         ("x: expected a tensor; got list", {"x": [1.0]}),
