@@ -108,13 +108,9 @@ def trl_row(**columns: Any) -> None:
     read("a.parquet")
 
 
-def file_of(name: str, text: str | None = "") -> None:
-    Path(name).mkdir() if text is None else Path(name).write_text(text)
+def file_of(name: str, text: str) -> None:
+    Path(name).write_text(text)
     read(name)
-
-
-def runs_of(*names: str) -> None:
-    write(names, "r.html")
 
 
 def main(arguments: str) -> None:
@@ -133,11 +129,8 @@ def log_of(name: str, text: str) -> None:
     command.main([name])
 
 
-NUMBERS = "expected tokens.position: whole numbers; got "
-A_LOG = "log.txt: expected trainer_state.json, ...; line 1: got "
 FILES = [
     *table(line_of,
-        ("Unterminated string", {"line": '{"group": 0, "tok'}),
         ("...recursion", {"line": "[" * 100_000}),
         ("expected an object; got [1]", {"line": "[1]"}),
         ("expected trainer_logprobs: a list; got 1", {"line": '{"trainer_logprobs": 1}'}),
@@ -148,9 +141,8 @@ FILES = [
         ("expected tokens.position: a list; got ['loss']", {"tokens": {"loss": []}}),
     ),
     *table(tokens_of,
-        (f"{NUMBERS}True", {"position": [0, True]}),
+        ("expected tokens.position: whole numbers; got True", {"position": [0, True]}),
         ("expected tokens.text: 2 texts; got ['a']", {"text": ["a"]}),
-        ("expected tokens.loss: numbers or null; got '1'", {"loss": [0.5, "1"]}),
         ("expected gradient_share: a number, the sum of the", {"gradient_share": [0.5, 0.5]}),
         ("expected tokens with the columns of the first row, ['position'", {"loss": [0, 1]}),
     ),
@@ -160,9 +152,9 @@ FILES = [
     ),
     *table(file_of,
         ("a.parquet: ...arquet", {"name": "a.parquet", "text": "no parquet"}),
-        ("a.jsonl: expected a row per sequence; got none", {"name": "a.jsonl"}),
+        ("a.jsonl: expected a row per sequence; got none", {"name": "a.jsonl", "text": ""}),
     ),
-    *table(lambda folders: runs_of(*folders),
+    *table(lambda folders: write(folders, "r.html"),
         ("folders: expected 1 to 6 runs; got 0", {"folders": ""}),
     ),
     *table(main,
@@ -173,8 +165,7 @@ FILES = [
         ("--tokenizer: expected a file with token", {"arguments": "words.jsonl --tokenizer x"}),
     ),
     *table(log_of,
-        (f"{A_LOG}''", {"name": "log.txt", "text": ""}),
-        ("...line ", {"name": "trainer_state.json", "text": '{"log_history": [{"a'}),
+        ("log.txt: expected trainer_state.json, ...; line 1: got ''", {"name": "log.txt", "text": ""}),
         ("...line 1: got JSON without a list log_history",
          {"name": "trainer_state.json", "text": '{"log_history": 3}'}),
         ("...line 1: got columns of a, b: export a single run",

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.integrations import verl
@@ -29,7 +29,6 @@ from grpo_kernels.integrations.transformers import (
 )
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, exact_kl, patch_trl
 from grpo_kernels.integrations.trl.explain import ExplainCallback
-from grpo_kernels.integrations.trl.loss import OF_TRLS_LOSS, check_own
 from grpo_kernels.integrations.trl.replay import _check_source, _mask_supports
 from grpo_kernels.integrations.trl.state import Options
 from grpo_kernels.integrations.trl.trainer import _constructor_patches
@@ -40,6 +39,7 @@ from tests.helpers.tiny_models import V, make_model, make_tokenizer
 from tests.helpers.trl_runs import arguments_of, decided_model, noise, prompts, trained
 from tests.peers.test_transformers import batch_of
 from tests.refusals import Row, table
+from tests.refusals.core import own
 
 # Heads of transformers' models: at attachment
 
@@ -55,7 +55,8 @@ def attached(model: Callable[[], Any], **options: Any) -> None:
 def without_body() -> Any:
     model = family_model("qwen2")
     model.base_model_prefix = ""
-    model.get_output_embeddings = lambda: model.lm_head
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    model.get_input_embeddings, model.get_output_embeddings = lambda: inputs, lambda: outputs
     del model.model
     return model
 
@@ -247,31 +248,25 @@ def recorded(lengths: list[int] | None = None) -> None:
     sampled(recorder) if lengths is None else recorder.supports(lengths)
 
 
-def processed(of_the_model: bool = False, **options: Any) -> None:
+def processed(of_the_model: dict[str, Any] | None = None, **options: Any) -> None:
     """Refuses options of a call, or of the model's configuration."""
-    base = {"do_sample": True, "temperature": 0.5, "top_k": 9}
-    if not of_the_model:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, x in (of_the_model or {}).items():
+            patch.setattr(flat_model().generation_config, name, x)
+        base = {"do_sample": True, "temperature": 0.5, "top_k": 9}
         refuse_processors(flat_model(), "x", **base, **options)
-        return
-    config = flat_model().generation_config
-    config.update(**options)
-    try:
-        refuse_processors(flat_model(), "x", **base)
-    finally:
-        config.update(**dict.fromkeys(options))
 
 
-CHANGES_SCORES = {"repetition_penalty": 3.0, "guidance_scale": 3.0, "top_h": 0.3}
+REPEATED = "repetition_penalty=3.0 does not work with x, which replays ...: leave repetition_"
 OF_GENERATION = [
     *table(recorded,
         *(("lengths: expected 3 numbers up to 6", {"lengths": x}) for x in ([1, 1], [1, 1, 7])),
         ("input_ids: expected shape [3, 9], one token more", {}),
     ),
-    *table(processed, *(
-        (f"{name}=... does not work with x, which replays ...: leave {name} out, or",
-         {"of_the_model": of_the_model, name: x})
-        for name, x in CHANGES_SCORES.items() for of_the_model in (False, True)
-    ),
+    *table(processed,
+        ("top_h=0.3 does not work with x, which replays ...: leave top_h out", {"top_h": 0.3}),
+        (REPEATED, {"repetition_penalty": 3.0}),
+        (REPEATED, {"of_the_model": {"repetition_penalty": 3.0}}),
         ("generation by beam_sample does not work with x: pass", {"num_beams": 2}),
         ("generation by assisted_generation does not work with", {"prompt_lookup_num_tokens": 2}),
     ),
@@ -335,18 +330,14 @@ def constructed(kind: type = FusedGRPOTrainer, model: Any = None, **options: Any
 
 
 class OwnLoss(GRPOTrainer):
-    """A trainer whose loss does not call TRL's."""
-
-    gradient_needs_advantage = True
-
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         return model(inputs["prompt_ids"]).logits.sum() * 0
 
 
-def left_out(kind: type = OwnLoss, beta: float = 0.0, **options: Any) -> None:
-    """Trains with options that the trainer's loss leaves out."""
-    with patch_trl(**options):
-        run(kind, beta=beta)
+def left_out() -> None:
+    """Trains with a loss that the trainer's own leaves out."""
+    with patch_trl(loss=Clip()):
+        run(OwnLoss)
 
 
 def shared() -> None:
@@ -355,15 +346,6 @@ def shared() -> None:
     mine = constructed(model=model)
     constructed(GRPOTrainer, model=model)
     mine.train()
-
-
-def own_loss(corrected: bool = False, **options: Any) -> None:
-    """Checks a trainer's options, whose vLLM's log-probs are corrected or not."""
-    defaults = {name: GRPOConfig.__dataclass_fields__[name].default for name in OF_TRLS_LOSS}
-    args = SimpleNamespace(**defaults | options)
-    check_own(SimpleNamespace(
-        args=args, use_vllm=corrected, vllm_importance_sampling_correction=corrected
-    ))  # fmt: skip
 
 
 def source(**options: Any) -> None:
@@ -397,17 +379,6 @@ def by_vllm(version: str, **options: Any) -> None:
         run(**VLLM | options)
 
 
-def generating(**options: Any) -> dict[str, Any]:
-    return {**TOP_P, "generation_kwargs": options}
-
-
-def squared(tokens: Any) -> torch.Tensor:
-    return tokens.logps.square()
-
-
-squared.token_local = True
-
-
 class Undeclared(FusedGRPOTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         return super()._compute_loss(model, inputs)
@@ -435,7 +406,8 @@ class Changing(FusedGRPOTrainer):
         return loss
 
 
-SKIPS, NO_EFFECT = "skip_untrained=True does not work with ", ": no effect on "
+SQUARED = own(lambda tokens: tokens.logps.square(), token_local=True)
+SKIPS = "skip_untrained=True does not work with "
 OF_TRL = [
     *table(run,
         ("peft_config: expected adapters inside the layers", {"peft_config": PROMPTS}),
@@ -456,7 +428,7 @@ OF_TRL = [
          {**SKIP, "scored": lambda batch: {"num_images": [1] * 4}}),
         (f"{SKIPS}...declare token_local or needs_sequences",
          {**SKIP, "loss": lambda t: -t.advantages * t.logps}),
-        (f"{SKIPS}...declare gradient_needs_advantage", {**SKIP, "loss": squared}),
+        (f"{SKIPS}...declare gradient_needs_advantage", {**SKIP, "loss": SQUARED}),
         ("sort_by_length=True does not work with", {"sort_by_length": True, "loss_type": "bnpo"}),
         *((f"{SKIPS}{what}", {**SKIP, "kind": kind, "num_iterations": 2}) for what, kind in (
             ("a trainer that makes micro-batches itself", Rebuilt),
@@ -466,7 +438,7 @@ OF_TRL = [
         ("replay_support=True has no effect without truncation: set top_p < 1", REPLAY),
         ("repetition_penalty=1.1 does not ...: leave", {"repetition_penalty": 1.1, **TOP_P}),
         ("...continuous_batching=True", {"use_transformers_continuous_batching": True, **TOP_P}),
-        ("temperature=0.5 in generation_kwargs differs from", generating(temperature=0.5)),
+        ("temperature=0.5 in generation_", {**TOP_P, "generation_kwargs": {"temperature": 0.5}}),
         ("loss: expected a loss or a callable", {"loss": "dapo"}),
     ),
     *table(Options, ("skip_untrained: expected a bool; got 1", {"skip_untrained": 1})),
@@ -474,9 +446,7 @@ OF_TRL = [
         (f"{SKIPS}{name}, whose loss may ... = True on {name} if it", {"kind": kind, **SKIP})
         for kind, name in ((Undeclared, "Undeclared"), (InFront, "Behind"))
     )),
-    *table(left_out,
-        (f"loss{NO_EFFECT}...whose _compute_loss does not call", {"loss": Clip()}),
-    ),
+    *table(left_out, ("loss: no effect on ...whose _compute_loss does not call", {})),
     *table(shared, ("model: its forward was replaced after this trainer", {})),
     *table(partial(_constructor_patches(Options())[0][2], None),
         ("outputs: expected log_probs, entropy; got 'logits'", {"outputs": ("logits",)})),
@@ -485,10 +455,6 @@ OF_TRL = [
     *table(lambda **on: exact_kl.check(SimpleNamespace(beta=1, loss_type="", **on), True, False),
         ("exact_kl=True does not work with FSDP or DeepSpeed",
          {"is_fsdp_enabled": True, "is_deepspeed_enabled": False})),
-    *table(own_loss,
-        *((f"{name}=0.5 has no effect with your own loss", {name: 0.5}) for name in OF_TRLS_LOSS),
-        ("vllm_importance_sampling_correction=True does not work with your", {"corrected": True}),
-    ),
     *table(source,
         ("vllm_mode='server' does not work with", {"use_vllm": True, "vllm_mode": "server"}),
         ("rollout_func=... does not work with replay_support=True", {"rollout_func": print}),
@@ -498,6 +464,7 @@ OF_TRL = [
     *table(by_vllm,
         ("vllm 0.27.2 does not work with replay_support=True, ...: install", {"version": "0.27.2"}),
         ("top_k=0 does not work with", {"version": "0.28.0", "top_k": 0, **TOP_P}),
+        ("vllm_importance_sampling_correction=True does", {"version": "0.28.0", "loss": Clip()}),
         ("repetition_penalty=1.1 does not ...:", {"version": "0.28.0", "repetition_penalty": 1.1}),
     ),
     *table(too_few_sets, ("sampling_mask: expected 3 kept sets ...; got 2", {})),
@@ -508,12 +475,6 @@ OF_TRL = [
 QUERY = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
 PLAIN = "model: expected plain LoRA, which can be merged into the weights that vLLM gets; got "
 TIED = "model: expected no adapter on a tied output layer or embedding, ..."
-BEYOND_LORA = {
-    "PROMPT_TUNING": PROMPTS,
-    "...ora... in ...q_proj": peft.LoraConfig(**QUERY, use_dora=True),
-    # LoRA's bias is added to that of a layer, which a query of Qwen2 has.
-    "lora_bias in ...q_proj": peft.LoraConfig(**QUERY, lora_bias=True),
-}  # fmt: skip
 
 
 def sent(config: Any = None, family: str = "llama", change: Callable = lambda x: None) -> None:
@@ -551,8 +512,11 @@ def without_names(config: Any) -> None:
 
 OF_VLLM = [
     *table(sent,
-        *((f"{PLAIN}{words}", {"config": config, "family": "qwen2"})
-          for words, config in BEYOND_LORA.items()),
+        (f"{PLAIN}PROMPT_TUNING", {"config": PROMPTS}),
+        (f"{PLAIN}...ora... in ...q_proj", {"config": peft.LoraConfig(**QUERY, use_dora=True)}),
+        # It is added to the bias of a layer, which a query of Qwen2 has.
+        (f"{PLAIN}lora_bias in ...q_proj",
+         {"config": peft.LoraConfig(**QUERY, lora_bias=True), "family": "qwen2"}),
         (f"{PLAIN}a weight in torch.uint8",
          {"config": peft.LoraConfig(**QUERY), "family": "qwen2", "change": as_bytes}),
         ("model: expected unsharded weights; model.norm.weight is sharded: use", {"change": zero3}),
