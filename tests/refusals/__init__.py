@@ -11,6 +11,7 @@ import io
 import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ NO_HELPERS = {
 }  # fmt: skip
 # Errors that say what to change: those of a command, a run's sampler or reward function, too.
 _OF_A_USER = (ValueError, TypeError, OSError, ImportError, RuntimeError, SystemExit)
-Site = tuple[str, int]  # a file of the package, and a line
+Site = tuple[str, int]  # a file and a line
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +64,7 @@ def check(rows: list[Row], places: Collection[str], unreached: Collection[str] =
         elif not re.match(pattern, text, re.DOTALL):
             wrong.append(f"{row.message}: said {text}")
     assert not wrong, "\n".join(wrong)
-    missed = {
-        where
-        for where, lines in _checks_of(*places)
-        if passed.isdisjoint((where.partition(":")[0], line) for line in lines)
-    }
+    missed = {where for where, sites in _checks_of(*places) if passed.isdisjoint(sites)}
     assert missed == {*unreached}
 
 
@@ -78,7 +75,7 @@ def _refusal_of(row: Row) -> tuple[BaseException | None, str, set[Site]]:
 
     def noted(self: ValueChecks, offenders: object, message: str) -> None:
         caller = sys._getframe(1)
-        added[message] = (_name(caller.f_code.co_filename), caller.f_lineno)
+        added[message] = caller.f_code.co_filename, caller.f_lineno
         add(self, offenders, message)
 
     printed = io.StringIO()
@@ -96,44 +93,32 @@ def _refusal_of(row: Row) -> tuple[BaseException | None, str, set[Site]]:
             if isinstance(error, SystemExit):  # of a command, which says why in a few lines
                 text = printed.getvalue().partition("error: ")[2]
                 assert error.code == 2 and "Traceback" not in text and text.count("\n") < 25
-            sites = {site for e in _chain(error) for site in _passed(e)}
-            return error, text, sites | {x for message, x in added.items() if message in text}
+            values = {site for message, site in added.items() if message in text}
+            return error, text, {*_passed(error), *values}
     return None, "", set()
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields the error, and those of which it came."""
+def _passed(error: BaseException | None) -> Iterator[Site]:
+    """Yields the lines that the error passed on its way, and those of which it came."""
     while error is not None:
         if isinstance(error, (ValueError, TypeError)):
-            yield error
+            for frame, line in traceback.walk_tb(error.__traceback__):
+                yield frame.f_code.co_filename, line
         error = error.__cause__ or error.__context__
 
 
-def _passed(error: BaseException) -> Iterator[Site]:
-    """Yields the lines of the package that the error passed on its way."""
-    frame = error.__traceback__
-    while frame is not None:
-        path = frame.tb_frame.f_code.co_filename
-        if path.startswith(str(PACKAGE)):
-            yield _name(path), frame.tb_lineno
-        frame = frame.tb_next
-
-
-def _name(path: str) -> str:
-    return str(Path(path).relative_to(PACKAGE)) if path.startswith(str(PACKAGE)) else path
-
-
-def _checks_of(*places: str) -> Iterator[tuple[str, range]]:
+def _checks_of(*places: str) -> Iterator[tuple[str, set[Site]]]:
     """Yields raises of ValueError and TypeError in these folders, and calls of checks.
 
     Each as `file: function`, and its lines.
     """
     for path in (PACKAGE / place for place in places):
         for file in path.rglob("*.py") if path.is_dir() else [path]:
-            for function, node in _nodes(ast.parse(file.read_text()), ""):
+            name, tree = file.relative_to(PACKAGE), ast.parse(file.read_text())
+            for function, node in _nodes(tree, ""):
                 if _is_check(node):
                     lines = range(node.lineno, node.end_lineno + 1)
-                    yield f"{_name(str(file))}: {function}", lines
+                    yield f"{name}: {function}", {(str(file), line) for line in lines}
 
 
 def _nodes(tree: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
@@ -150,8 +135,7 @@ def _is_check(node: ast.AST) -> bool:
     called = _called(node) or ""
     if called == "add" and isinstance(node.func, ast.Attribute):
         return "checks" in ast.unparse(node.func.value)
-    named_so = re.match("_?check_", called) is not None and called not in NO_HELPERS
-    return named_so or called in HELPERS
+    return called in HELPERS or bool(re.match("_?check_", called) and called not in NO_HELPERS)
 
 
 def _called(node: ast.AST | None) -> str | None:

@@ -165,7 +165,7 @@ FILES = [
         ("--tokenizer: expected a file with token", {"arguments": "words.jsonl --tokenizer x"}),
     ),
     *table(log_of,
-        ("log.txt: expected trainer_state.json, ...; line 1: got ''", {"name": "log.txt", "text": ""}),
+        ("a.txt: expected trainer_state.json, ...; line 1: got ''", {"name": "a.txt", "text": ""}),
         ("...line 1: got JSON without a list log_history",
          {"name": "trainer_state.json", "text": '{"log_history": 3}'}),
         ("...line 1: got columns of a, b: export a single run",

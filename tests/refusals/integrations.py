@@ -310,9 +310,6 @@ OF_LIGER = [
 
 # TRL
 
-LORA = {
-    kind: peft.LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS[kind]) for kind in ("body", "head")
-}
 EXACT, REPLAY, SKIP = {"exact_kl": True}, {"replay_support": True}, {"skip_untrained": True}
 TOP_P = {"top_p": 0.8, **REPLAY}
 VLLM = {"use_vllm": True, "vllm_mode": "colocate", "top_k": 12, "temperature": 0.7, **REPLAY}
@@ -320,13 +317,6 @@ VLLM = {"use_vllm": True, "vllm_mode": "colocate", "top_k": 12, "temperature": 0
 
 def run(kind: type = FusedGRPOTrainer, **options: Any) -> None:
     trained(kind, Path(), **options)
-
-
-def constructed(kind: type = FusedGRPOTrainer, model: Any = None, **options: Any) -> Any:
-    model = decided_model("qwen2") if model is None else model
-    return kind(
-        model, noise, arguments_of("."), prompts(), processing_class=make_tokenizer(), **options
-    )
 
 
 class OwnLoss(GRPOTrainer):
@@ -340,11 +330,16 @@ def left_out() -> None:
         run(OwnLoss)
 
 
+def constructed(kind: type, model: Any = None, **options: Any) -> Any:
+    tokenizer = make_tokenizer()
+    model = decided_model("qwen2").float() if model is None else model
+    return kind(model, noise, arguments_of("."), prompts(), processing_class=tokenizer, **options)
+
+
 def shared() -> None:
     """Trains a model with a trainer that was made before another one of TRL's."""
-    model = decided_model("qwen2").float()
-    mine = constructed(model=model)
-    constructed(GRPOTrainer, model=model)
+    mine = constructed(FusedGRPOTrainer)
+    constructed(GRPOTrainer, mine.model)
     mine.train()
 
 
@@ -412,7 +407,7 @@ OF_TRL = [
     *table(run,
         ("peft_config: expected adapters inside the layers", {"peft_config": PROMPTS}),
         ("cast_lm_head_to_fp32=True does not work",
-         {"peft_config": LORA["head"], "cast_lm_head_to_fp32": True}),
+         {"peft_config": peft.LoraConfig(**LORAS["head"]), "cast_lm_head_to_fp32": True}),
         # Options of the loss are looked at first.
         ("exact_kl=True has no effect with beta=0.0", EXACT),
         ("exact_kl=True ...loss_type='vespo'", {**EXACT, "beta": 0.1, "loss_type": "vespo"}),

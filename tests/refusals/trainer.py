@@ -156,8 +156,6 @@ OF_PROBLEMS = [
     ),
     *table(made,
         ("dataset: mine:made: SystemExit: 0", {"function": lambda _: sys.exit(0)}),
-        ("dataset: mine:made: ZeroDivisionError",
-         {"function": lambda _: ((1 / 0 for _ in "a"), [])}),
         ("dataset: expected the problems to train on and those held", {"function": lambda _: []}),
         ("dataset: expected a dict; got 'a' in problem 0 to", {"function": lambda _: (["a"], [])}),
     ),
@@ -199,31 +197,22 @@ def kept(ids: Any, offsets: Any) -> dict[str, Support]:
     return {"support": Support(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets))}
 
 
-PASSED = "reward function f: nothing is passed for its parameters "
 IT = "reward function it: "
-IDS = "one.token_ids: expected ints from 0 to 256; got "
-NUMBERS = "one.logps: expected 2 finite numbers, ...; got "
 SUPPORT = "one.support.offsets: expected to start at 0, never to decrease, and to end at ..."
 OF_FUNCTIONS = [
     *table(rewards.resolve_rewards,
         ("rewards: expected some of answer, ..., or module:function; got", {"names": ["breif"]}),
-        ("rewards: expected module:function; got 'no.such:f' (", {"names": ["no.such:f"]}),
     ),
     *table(rewarded,
         *(("rewards: the column `rewards` of train[0] is ..., but the run has f: name",
            {"function": lambda completions: [1.0], "problem": {"rewards": names}})
           for names in (["f", "breif"], [], 3.5)),
-        (f"{PASSED}p, c. Passed are prompts... answer",
+        ("reward function f: nothing is passed for its parameters p, c. Passed are...answer",
          {"function": lambda p, c: c, "problem": {"answer": "1"}}),
-        (f"{PASSED}prompts, completions", {"function": lambda prompts, completions, /: completions,
-                                           "problem": {}}),
         ("reward function f: its parameter metrics gets the step's metrics, and the problems have",
          {"function": lambda completions, metrics: [1.0], "problem": {"metrics": 3}}),
-        (f"{TEXT}answer; got 0.5: ...(train[0])",
-         {"function": rewards.REWARDS["answer"], "problem": {"answer": 0.5}}),
     ),
     *table(scored,
-        (f"{IT}TypeError: 'NoneType' object is not", {"function": lambda completions: None}),
         (f"{IT}expected 3 values, one per completion; got 2",
          {"function": lambda completions: [1.0] * 2}),
         (f"{IT}expected finite numbers, ... got nan for 'b'",
@@ -234,9 +223,9 @@ OF_FUNCTIONS = [
     *table(lambda name: Metrics().add(name, [1.0]),
         ("metrics: expected a name that the library does not use; got", {"name": "reward/a"})),
     *table(completed,
-        (f"{IDS}True", {"token_ids": [True] * 2}),
+        ("one.token_ids: expected ints from 0 to 256; got True", {"token_ids": [True] * 2}),
         ("one.token_ids: expected at most max_completion_length = 6", {"token_ids": [5] * 7}),
-        (f"{NUMBERS}[nan], 2", {"logps": [-1.0, NAN]}),
+        ("one.logps: expected 2 finite numbers, ...; got [nan], 2", {"logps": [-1.0, NAN]}),
         ("one.sampled: expected 2 bools, ...; got [True], 1", {"sampled": [True]}),
         ("one.sampled: expected 2 bools, ... at least one True", {"sampled": [False] * 2}),
         ("one.support.token_ids: expected a tensor; got list", {"support": Support([1], [0])}),
@@ -248,6 +237,7 @@ OF_FUNCTIONS = [
         ("metrics: expected a name that the library does not use; got", {"name": "reward"}),
         ("chart: expected a text for a; got 3", {"name": "a", "chart": 3})),
 ]  # fmt: skip
+
 # A trainer, and a run that goes on
 
 SUMS = [{"prompt": f"{i} + 1 = ", "answer": str(i + 1)} for i in range(4)]
@@ -387,7 +377,6 @@ def earlier() -> None:
 
 
 GOOD = Completion([5, 6], True)
-CHANGED = "resume: options differ from the checkpoint's: "
 OF_RUNS = [
     *table(trainer,
         ("WORLD_SIZE=2, but accelerate sees one process:", {"environment": {"WORLD_SIZE": "2"}}),
@@ -424,7 +413,7 @@ OF_RUNS = [
     *table(divided,
         ("prompts_per_step: expected a multiple of processes times minibatches, 2 * 1; got 3", {})),
     *table(resumed,
-        (f"{CHANGED}loss_type: was 'Sapo...1.3...', is 'Sapo...1.05",
+        ("resume: options differ from the checkpoint's: loss_type: was ...1.3...', is ...1.05",
          {"state": {"loss_type": repr(Sapo(temperature_neg=1.3))}, "loss_type": Sapo()}),
         ("steps: expected 2 as before, because schedule='linear'", {"state": {}, "steps": 4}),
     ),
@@ -572,7 +561,6 @@ OF_COMMANDS = [
         ("model: m\nbeta: high", [], '..."beta"...Got value: high'),
         ("model: m\nsteps: 3\nbeta: 0.1\nsteps: 4", [], '...duplicate key "steps"...line 4'),
         ("steps", [], "...Unexpected config: steps"),
-        (": {", [], "...Problems parsing config...line 1"),
         # A switch that turns off is known.
         ("model: m", ["--kl_estimator=exact", "--beta=0.1", "--top_p=0.9"],
          "...--no_replay_support or another kl_estimator"),
