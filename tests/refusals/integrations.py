@@ -52,6 +52,11 @@ def attached(model: Callable[[], Any], **options: Any) -> None:
     attach_fused_head(model(), **options)
 
 
+def adalora() -> Any:
+    config = peft.AdaLoraConfig(target_modules=["lm_head"], total_step=10, task_type="CAUSAL_LM")
+    return peft.get_peft_model(family_model("qwen2"), config)
+
+
 def without_body() -> Any:
     model = family_model("qwen2")
     model.base_model_prefix = ""
@@ -110,6 +115,7 @@ AT_ATTACHMENT = [
          {"model": lambda: peft.get_peft_model(make_model("llama"), PROMPTS)}),
         ("model: expected no adapter ... no variant such as DoRA",
          {"model": partial(lora_model, target_modules=["lm_head"], use_dora=True)}),
+        ("model: ...no variant such as DoRA); got ...adalora.layer.SVDLinear", {"model": adalora}),
         ("model: expected a causal ... layers are in one module ...; got", {"model": without_body}),
         ("model: ...got Linear with a Quantised: exclude the output layer", {"model": quantised}),
         *((SCALED, {"model": partial(with_logits, change, dtype)})
@@ -508,6 +514,7 @@ def without_names(config: Any) -> None:
 OF_VLLM = [
     *table(sent,
         (f"{PLAIN}PROMPT_TUNING", {"config": PROMPTS}),
+        (f"{PLAIN}...ia3", {"config": peft.IA3Config(**QUERY, feedforward_modules=[])}),
         (f"{PLAIN}...ora... in ...q_proj", {"config": peft.LoraConfig(**QUERY, use_dora=True)}),
         # It is added to the bias of a layer, which a query of Qwen2 has.
         (f"{PLAIN}lora_bias in ...q_proj",
