@@ -98,6 +98,7 @@ ON_A_BATCH = [
     *everywhere(
         ("hidden: ...; got float64: cast it, or use grpo_ker", {"hidden": HIDDEN.double()}),
         (f"weight: {QUANTISED} (torch.strided): dequantise it", {"weight": Quantised(WEIGHT)}),
+        ("weight: expected a dense ...; got Tensor", {"weight": WEIGHT.to_sparse()}),
         ("hidden: expected a dense ...; got Tensor (torch.strided)",
          {"hidden": torch.nested.nested_tensor([torch.ones(T, H)] * B)}),
         ("bias: expected dtype float32, ...; got float64", {"bias": BANS_0.double()}),
