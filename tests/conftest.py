@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("tests.helpers")
+pytest.register_assert_rewrite("tests.helpers", "tests.refusals")
 HERE = Path(__file__).parent
 
 # A machine with a GPU may have no hypothesis; `-m gpu` does not need it.

@@ -1,19 +1,19 @@
 """Tables of what the package refuses: calls, changes of their good arguments, and messages.
 
-A message is the beginning of the error's text; "..." in it stands for anything. Each table is run
-by `test_refusals.py` or `peers/test_refusals.py`, and has to reach every check in its folders:
-`checks_of` finds these in the source, and `refusal_of` those that a row passes.
+A message is the beginning of the error's text; "..." in it stands for anything. `check` runs the
+table of some folders, which has to reach every check in these: `_checks_of` finds them in the
+source, and `_refusal_of` those that a row passes.
 """
 
 import ast
 import contextlib
-import functools
 import io
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,16 @@ import grpo_kernels
 from grpo_kernels.base.checks import ValueChecks
 
 PACKAGE = Path(grpo_kernels.__file__).parent
-# Functions that raise for their caller, besides those whose names begin with check.
+# Functions that raise for their caller, besides those whose names begin with check_.
 HELPERS = {"scalar", "require", "_refuse", "_expect", "one_per_token"}
+# Functions with such names that raise none or other errors, or only add to value checks.
+NO_HELPERS = {
+    "check_agreement", "check_call", "check_has", "check_ids", "check_is_due", "check_package",
+    "check_same_support", "check_target_ids", "check_took_part", "check_type", "check_version",
+}  # fmt: skip
 # Errors that say what to change: those of a command, a run's sampler or reward function, too.
 _OF_A_USER = (ValueError, TypeError, OSError, ImportError, RuntimeError, SystemExit)
-Site = tuple[str, int]  # a file of the package, and a line
+Site = tuple[str, int]  # a file and a line
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,45 +44,38 @@ class Row:
     changes: dict[str, Any]
 
 
-@dataclass
-class Refusal:
-    """The error of a row, None for none; and the places in the package that it passed."""
-
-    error: type[BaseException] | None = None
-    text: str = ""
-    sites: set[Site] = field(default_factory=set)
-
-
 def table(call: Callable[..., object], *rows: tuple[str, dict[str, Any]]) -> list[Row]:
     """Rows `(message, changes)` of one call."""
     return [Row(call, message, changes) for message, changes in rows]
 
 
-def fits(message: str, text: str) -> bool:
-    pattern = ".*".join(map(re.escape, message.split("...")))
-    return re.match(pattern, text, re.DOTALL) is not None
+def check(rows: list[Row], places: Collection[str], unreached: Collection[str] = ()) -> None:
+    """Asserts that each row is refused as it says, and that no check is missed but `unreached`."""
+    wrong, passed = [], set()
+    for row in rows:
+        error, text, sites = _refusal_of(row)
+        passed |= sites
+        pattern = ".*".join(map(re.escape, row.message.split("...")))
+        of_a_type = re.search("expected (dtype|a tensor;|a dense|a bool)", text)
+        of_a_value = re.search("expected (shape|a finite|ids)", text)
+        other = ValueError if of_a_type else TypeError if of_a_value else None
+        if not isinstance(error, _OF_A_USER) or type(error) is other:
+            wrong.append(f"{row.message}: raised {error!r}")
+        elif not re.match(pattern, text, re.DOTALL):
+            wrong.append(f"{row.message}: said {text}")
+    assert not wrong, "\n".join(wrong)
+    missed = {where for where, sites in _checks_of(*places) if passed.isdisjoint(sites)}
+    assert missed == {*unreached}
 
 
-def check(row: Row) -> None:
-    """Asserts that a row is refused, and how."""
-    refusal = refusal_of(row)
-    assert refusal.error is not None, "nothing was raised"
-    if refusal.error in (ValueError, TypeError):
-        of_a_type = re.search("expected (dtype|a tensor;|a dense|a bool)", refusal.text)
-        of_a_value = re.search("expected (shape|a finite|ids)", refusal.text)
-        assert refusal.error is not (ValueError if of_a_type else TypeError if of_a_value else None)
-    assert fits(row.message, refusal.text), refusal.text
-
-
-@functools.cache
-def refusal_of(row: Row) -> Refusal:
-    """Makes the row's call, in a folder of its own."""
+def _refusal_of(row: Row) -> tuple[BaseException | None, str, set[Site]]:
+    """Makes the row's call in a folder of its own; returns its error, and what this passed."""
     added: dict[str, Site] = {}
     add = ValueChecks.add
 
     def noted(self: ValueChecks, offenders: object, message: str) -> None:
         caller = sys._getframe(1)
-        added[message] = (_name(caller.f_code.co_filename), caller.f_lineno)
+        added[message] = caller.f_code.co_filename, caller.f_lineno
         add(self, offenders, message)
 
     printed = io.StringIO()
@@ -90,62 +88,37 @@ def refusal_of(row: Row) -> Refusal:
         patch.setattr(ValueChecks, "add", noted)
         try:
             row.call(**row.changes)
-        except _OF_A_USER as error:
+        except (Exception, SystemExit) as error:
             text = str(error)
             if isinstance(error, SystemExit):  # of a command, which says why in a few lines
                 text = printed.getvalue().partition("error: ")[2]
                 assert error.code == 2 and "Traceback" not in text and text.count("\n") < 25
-            sites = {site for e in _chain(error) for site in _passed(e)}
-            sites |= {site for message, site in added.items() if message in text}
-            return Refusal(type(error), text, sites)
-    return Refusal()
+            values = {site for message, site in added.items() if message in text}
+            return error, text, {*_passed(error), *values}
+    return None, "", set()
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields the error, and those of which it came."""
+def _passed(error: BaseException | None) -> Iterator[Site]:
+    """Yields the lines that the error passed on its way, and those of which it came."""
     while error is not None:
         if isinstance(error, (ValueError, TypeError)):
-            yield error
+            for frame, line in traceback.walk_tb(error.__traceback__):
+                yield frame.f_code.co_filename, line
         error = error.__cause__ or error.__context__
 
 
-def _passed(error: BaseException) -> Iterator[Site]:
-    """Yields the lines of the package that the error passed on its way."""
-    frame = error.__traceback__
-    while frame is not None:
-        path = frame.tb_frame.f_code.co_filename
-        if path.startswith(str(PACKAGE)):
-            yield _name(path), frame.tb_lineno
-        frame = frame.tb_next
+def _checks_of(*places: str) -> Iterator[tuple[str, set[Site]]]:
+    """Yields raises of ValueError and TypeError in these folders, and calls of checks.
 
-
-def _name(path: str) -> str:
-    return str(Path(path).relative_to(PACKAGE)) if path.startswith(str(PACKAGE)) else path
-
-
-def checks_of(*places: str) -> list[tuple[str, str, range]]:
-    """Finds raises of ValueError and TypeError in these folders, and calls of checks.
-
-    Each as `file: function`, its code, and its lines.
+    Each as `file: function`, and its lines.
     """
-    found, helpers = [], HELPERS | _checks()
     for path in (PACKAGE / place for place in places):
-        for file in sorted(path.rglob("*.py") if path.is_dir() else [path]):
-            for function, node in _nodes(ast.parse(file.read_text()), ""):
-                if _raises(node) or _called(node) in helpers or _adds(node):
+        for file in path.rglob("*.py") if path.is_dir() else [path]:
+            name, tree = file.relative_to(PACKAGE), ast.parse(file.read_text())
+            for function, node in _nodes(tree, ""):
+                if _is_check(node):
                     lines = range(node.lineno, node.end_lineno + 1)
-                    found.append((f"{_name(str(file))}: {function}", ast.unparse(node), lines))
-    return found
-
-
-def missed(rows: list[Row], *places: str) -> dict[str, str]:
-    """The checks in these folders that no row passes: their code by `file: function`."""
-    passed = {site for row in rows for site in refusal_of(row).sites}
-    return {
-        where: code
-        for where, code, lines in checks_of(*places)
-        if passed.isdisjoint((where.partition(":")[0], line) for line in lines)
-    }
+                    yield f"{name}: {function}", {(str(file), line) for line in lines}
 
 
 def _nodes(tree: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
@@ -156,40 +129,16 @@ def _nodes(tree: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
         yield from _nodes(node, inside)
 
 
-def _raises(node: ast.AST) -> bool:
-    error = node.exc if isinstance(node, ast.Raise) else None
-    return isinstance(error, ast.Call) and _called(error) in ("ValueError", "TypeError")
+def _is_check(node: ast.AST) -> bool:
+    if isinstance(node, ast.Raise):
+        return _called(node.exc) in ("ValueError", "TypeError")
+    called = _called(node) or ""
+    if called == "add" and isinstance(node.func, ast.Attribute):
+        return "checks" in ast.unparse(node.func.value)
+    return called in HELPERS or bool(re.match("_?check_", called) and called not in NO_HELPERS)
 
 
-def _called(node: ast.AST) -> str | None:
+def _called(node: ast.AST | None) -> str | None:
     if not isinstance(node, ast.Call):
         return None
     return getattr(node.func, "id", None) or getattr(node.func, "attr", None)
-
-
-def _adds(node: ast.AST) -> bool:
-    """True for a `checks.add(...)`."""
-    if _called(node) != "add" or not isinstance(node.func, ast.Attribute):
-        return False
-    return "checks" in ast.unparse(node.func.value)
-
-
-@functools.cache
-def _checks() -> frozenset[str]:
-    """The package's functions named check... that raise these errors, or whose checks do."""
-    functions = {
-        node.name: node
-        for file in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef) and re.match("_?check_", node.name)
-    }
-    names: set[str] = set()
-    while True:
-        more = {
-            name
-            for name, function in functions.items()
-            if any(_raises(x) or _called(x) in HELPERS | names for x in ast.walk(function))
-        }
-        if more <= names:
-            return frozenset(names)
-        names |= more

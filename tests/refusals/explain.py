@@ -43,7 +43,6 @@ def joined(parts: int = 2, scales: list | None = None, **other: Any) -> None:
 EXPLAIN = [
     *table(explained,
         ("out: expected a GRPOLossOutput; got int", {"out": 3}),
-        ("config: expected a GRPOLossConfig; got dict", {"config": {}}),
         ("out.logps: expected a tensor; got NoneType", {"out": OUT._replace(logps=None)}),
         ("rewards: expected numbers; got 'a'", {"rewards": ["a"] * B}),
         ("prompts: expected a list or tensor; got str", {"prompts": "abcd"}),
@@ -56,8 +55,6 @@ EXPLAIN = [
         ("entropy_coef=0.1 needs the entropy of", {"config": GRPOLossConfig(entropy_coef=0.1)}),
         ("advantages: expected finite", {"advantages": torch.tensor([1.0, 1.0, 1.0, torch.inf])}),
         ("targets: expected shape [4, 3]; got [4, 1]", {"targets": torch.ones(B, 1).long()}),
-        ("next_logps: expected shape [4, 3]; got [4]", {"next_logps": torch.ones(B)}),
-        ("d_hidden.norm(dim=-1): expected shape [4, 3]; got", {"d_hidden": torch.ones(B, 2, 4)}),
         ("groups: expected a divisor of the number of sequences, 4; got 3", {"groups": 3}),
         ("groups: expected one for each of 4 sequences; got shape [2]", {"groups": [1, 2]}),
         ("texts[0]: expected 3 texts, or 3 and more for all positions", {"texts": [["a"]] * B}),
@@ -111,13 +108,9 @@ def trl_row(**columns: Any) -> None:
     read("a.parquet")
 
 
-def file_of(name: str, text: str | None = "") -> None:
-    Path(name).mkdir() if text is None else Path(name).write_text(text)
+def file_of(name: str, text: str) -> None:
+    Path(name).write_text(text)
     read(name)
-
-
-def runs_of(*names: str) -> None:
-    write(names, "r.html")
 
 
 def main(arguments: str) -> None:
@@ -136,27 +129,20 @@ def log_of(name: str, text: str) -> None:
     command.main([name])
 
 
-NUMBERS = "expected tokens.position: whole numbers; got "
-A_LOG = "log.txt: expected trainer_state.json, ...; line 1: got "
 FILES = [
     *table(line_of,
-        ("Unterminated string", {"line": '{"group": 0, "tok'}),
         ("...recursion", {"line": "[" * 100_000}),
         ("expected an object; got [1]", {"line": "[1]"}),
         ("expected trainer_logprobs: a list; got 1", {"line": '{"trainer_logprobs": 1}'}),
-        ("expected token_ids: 1 whole numbers",
-         {"line": '{"trainer_logprobs": [1], "token_ids": [1, 2]}'}),
         ("expected group: a whole number or", {"line": json.dumps({"tokens": ROW["tokens"]})}),
     ),
     *table(row_of,
         ("expected tokens: an object; got None", {"tokens": None}),
         ("expected tokens.position: a list; got ['loss']", {"tokens": {"loss": []}}),
-        (f"expected reward: numbers or null; got '{'x' * 99}...", {"reward": "x" * 500}),
     ),
     *table(tokens_of,
-        (f"{NUMBERS}True", {"position": [0, True]}),
+        ("expected tokens.position: whole numbers; got True", {"position": [0, True]}),
         ("expected tokens.text: 2 texts; got ['a']", {"text": ["a"]}),
-        ("expected tokens.loss: numbers or null; got '1'", {"loss": [0.5, "1"]}),
         ("expected gradient_share: a number, the sum of the", {"gradient_share": [0.5, 0.5]}),
         ("expected tokens with the columns of the first row, ['position'", {"loss": [0, 1]}),
     ),
@@ -166,26 +152,20 @@ FILES = [
     ),
     *table(file_of,
         ("a.parquet: ...arquet", {"name": "a.parquet", "text": "no parquet"}),
-        ("a.jsonl: expected a row per sequence; got none", {"name": "a.jsonl"}),
-        ("a: expected a row per sequence; got none", {"name": "a", "text": None}),
+        ("a.jsonl: expected a row per sequence; got none", {"name": "a.jsonl", "text": ""}),
     ),
-    *table(lambda folders: runs_of(*folders),
+    *table(lambda folders: write(folders, "r.html"),
         ("folders: expected 1 to 6 runs; got 0", {"folders": ""}),
-        ("folder: expected a run's, with its config.json; got ...a", {"folders": "a"}),
     ),
     *table(main,
         ("--output: expected none for a log; leave it", {"arguments": "log.txt --output a.html"}),
-        ("--sort: expected none for a run", {"arguments": "run --sort call"}),
         ("PATH: expected one path, or several runs; got log.txt, a", {"arguments": "run log.txt"}),
-        ("...No such file or directory: 'none.txt'", {"arguments": "none.txt"}),
-        ("the following arguments are required: PATH", {"arguments": ""}),
         ("folder: expected a run's, with its config.json; got ...list", {"arguments": "list"}),
         ("--output: expected another file than", {"arguments": "words.jsonl --output words.jsonl"}),
         ("--tokenizer: expected a file with token", {"arguments": "words.jsonl --tokenizer x"}),
     ),
     *table(log_of,
-        (f"{A_LOG}''", {"name": "log.txt", "text": ""}),
-        ("...line ", {"name": "trainer_state.json", "text": '{"log_history": [{"a'}),
+        ("a.txt: expected trainer_state.json, ...; line 1: got ''", {"name": "a.txt", "text": ""}),
         ("...line 1: got JSON without a list log_history",
          {"name": "trainer_state.json", "text": '{"log_history": 3}'}),
         ("...line 1: got columns of a, b: export a single run",

@@ -1,19 +1,16 @@
 """Refusals of `training/`: options, data, rewards, runs that go on, and the commands."""
 
-import contextlib
-import io
 import json
 import math
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import date
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import accelerate
 import pytest
@@ -21,7 +18,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from grpo_kernels import Support
-from grpo_kernels.loss.losses import Loss, Sapo
+from grpo_kernels.loss.losses import Sapo
 from grpo_kernels.training import (
     Completion,
     Trainer,
@@ -34,7 +31,6 @@ from grpo_kernels.training import (
 )
 from grpo_kernels.training import __main__ as train_command
 from grpo_kernels.training.checks import check_host
-from grpo_kernels.training.command_line import ELSEWHERE
 from grpo_kernels.training.problems import answers, data, held_out, rewards
 from grpo_kernels.training.problems.prompts import PromptEncoder, short_enough
 from grpo_kernels.training.run import checkpoint, logs
@@ -51,34 +47,14 @@ NAN = math.nan
 # Options
 
 
-@dataclass(frozen=True)
-class Own(TrainingConfig):
-    """Options of one's own."""
-
-    high: float = 1.0
-    way: Literal["x", 2] = "x"
-    some: "list[int] | None" = None
-
-
-@dataclass(frozen=True)
-class Dro(Loss):
-    tau: float = 0.5
-
-    def per_token(self, tokens: Any) -> torch.Tensor:
-        return -self.tau * tokens.advantages * tokens.logps
-
-
 def config_of(**options: Any) -> TrainingConfig:
     return trainer_runs.config_of("m", "runs", **options)
 
 
-def own_config(**options: Any) -> None:
-    Own(model="m", **options)
-
-
-SYNCED = {"beta": 0.1, "sync_ref_every": 2}
 OF_OPTIONS = [
     *table(config_of,
+        ("steps: expected int; got 1.5", {"steps": 1.5}),
+        ("dtype: expected one of 'mixed', 'fp32', 'bf16'; got 'fp8'", {"dtype": "fp8"}),
         ("steps: expected at least 1; got 0", {"steps": 0}),
         ("num_generations: expected at least 2", {"num_generations": 1}),
         ("learning_rate: expected a number > 0", {"learning_rate": 0.0}),
@@ -93,9 +69,7 @@ OF_OPTIONS = [
         ("seed: expected a number from 0 to 2^32 - 1; got 4294967296", {"seed": 2**32}),
         ("minibatches: expected a divisor of prompts_per_step = 4", {"minibatches": 3}),
         ("stop: expected strings that are not empty, ...; got ['a', '']", {"stop": ["a", ""]}),
-        ("eval_every=2 has no effect without eval_size: set", {"eval_every": 2}),
         ("kl_estimator='k1' has no effect without beta", {"kl_estimator": "k1"}),
-        ("ref_model='m' has no effect without beta", {"ref_model": "m"}),
         ("kl_estimator='exact' needs the full", {"beta": 0.1, "kl_estimator": "exact", "top_k": 5}),
         # Before the advice to set beta, which leads nowhere.
         ("sync_ref_every=3 does not work with lora_rank", {"sync_ref_every": 3, "lora_rank": 2}),
@@ -103,23 +77,10 @@ OF_OPTIONS = [
         ("loss_type: expected module:function; got 'no_such:Loss'", {"loss_type": "no_such:Loss"}),
         ("loss_type: expected a subclass of Loss; got", {"loss_type": "builtins:dict"}),
         ("loss_type: expected a function; got json:__doc__", {"loss_type": "json:__doc__"}),
-        ("loss_options: expected options of replace (none); got x",
-         {"loss_type": f"{__name__}:replace", "loss_options": {"x": 1}}),
         ("loss_options: expected options of Clip (...; got tau", {"loss_options": {"tau": 1}}),
-        ("loss_options={'tau': 1} does not work", {"loss_type": Dro(), "loss_options": {"tau": 1}}),
+        ("loss_options={'a': 1} does not", {"loss_type": Sapo(), "loss_options": {"a": 1}}),
     ),
     *table(TrainingConfig, ("model: expected a hub name or a folder", {"model": ""})),
-    *table(config_of,
-        ("temperature_neg: expected a number",
-         {"loss_type": "sapo", "loss_options": {"temperature_neg": "warm"}}),
-    ),
-    *table(own_config,
-        ("steps: expected int; got 1.5", {"steps": 1.5}),
-        ("output: expected str; got None", {"output": None}),
-        ("dtype: expected one of 'mixed', 'fp32', 'bf16'; got 'fp8'", {"dtype": "fp8"}),
-        ("loss_options: expected", {"loss_options": "tau"}),
-        ("way: expected one of 'x', 2; got 'y'", {"way": "y"}),
-    ),
     *table(partial(memory.Forecast, model="m"),
         ("processes: expected at least 1; got 0", {"processes": 0}),
         ("gpu: expected none with cpu; got 'h100'", {"gpu": "h100", "cpu": True}),
@@ -138,12 +99,7 @@ def dataset(name: str, content: Any = None, **options: Any) -> None:
     for file, text in files.items():
         path = Path(name, file) if name == "f" else Path(file)
         path.parent.mkdir(exist_ok=True)
-        if isinstance(text, str):
-            path.write_bytes(text.encode(errors="surrogateescape"))
-        else:
-            import datasets
-
-            datasets.Dataset.from_list([text]).to_parquet(path)
+        path.write_text(text)
     load_problems(TrainingConfig(**{"model": "m", "eval_size": 0, "dataset": name, **options}))
 
 
@@ -154,25 +110,12 @@ def made(function: Callable) -> None:
         dataset("mine:made")
 
 
-def ended() -> None:
-    """Loads a dataset of a module that ends the process."""
-    Path("ending.py").write_text("exit(0)")
-    dataset("ending:f")
-
-
-def row(values: dict[str, Any]) -> None:
-    data.problem_of(values, config_of())
-
-
 @cache
 def tokenizer() -> Any:
-    """A tokenizer with a token that the model lacks, and a template that refuses a role."""
+    """A tokenizer with a token that the model lacks, and a template that refuses messages."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<tool>"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'b' %}{{ raise_exception('no b here') }}"
-        "{% endif %}{{ m['content'] }}{% endfor %}<tool>"
-    )
+    tokenizer.chat_template = "{{ raise_exception('no b here') }}"
     return tokenizer
 
 
@@ -180,102 +123,70 @@ def prompted(prompt: Any) -> None:
     PromptEncoder(tokenizer(), chat=False, vocabulary=257)({"prompt": prompt})
 
 
-def lengths(*prompts: str) -> None:
-    short_enough([{"prompt": x} for x in prompts], lambda x: [*x["prompt"]], 3, print)
-
-
-def compared(right: Any) -> None:
-    answers.same_answer("8", right)
-
-
-LINE, OWN = '{"question": "a", "answer": "b"}', {"rewards": ["m:f", "format"]}
+LINE = '{"question": "a", "answer": "b"}'
 TEXT = "dataset: expected text or a whole number as "
 OF_PROBLEMS = [
     *table(dataset,
         ("dataset: '' is no file or folder here, no module:function, and no name on", {"name": ""}),
         ("dataset: 'openai/gsm8k:main' is no ...dataset_config", {"name": "openai/gsm8k:main"}),
-        ("dataset: 'a/b@v1' is no ...; of a revision pass the folder", {"name": "a/b@v1"}),
         *((f"dataset: expected a file or folder; {name} does not exist", {"name": name})
-          for name in ("a.json", "data/a/b", "./a", "no.such:thing/a.csv", "m:a.jsonl")),
+          for name in ("data/a/b", "./a", "no.such:thing/a.csv", "m:a.jsonl")),
         ("dataset: expected a file .jsonl, .json, .csv", {"name": "./a.jsonl.gz", "content": ""}),
         ("dataset: expected an object in row 2 of", {"name": "a.json", "content": f"[{LINE}, 3]"}),
         ("dataset: expected JSON in a.json; ", {"name": "a.json", "content": f"[{LINE}"}),
         ("dataset: a.csv is no table of", {"name": "a.csv", "content": "question,answer\na\n"}),
-        ("dataset: ...answer ...['prompt'", {"name": "a.csv", "content": "question,answer\na,\n"}),
         ("dataset: expected rows of parquet in", {"name": "a.parquet", "content": "PAR1"}),
         ("dataset: expected JSON in line 3 of", {"name": "a.jsonl", "content": f"{LINE}\n\n{{"}),
-        ("dataset: expected an object in line 1 of", {"name": "a.jsonl", "content": '["a"]'}),
         ("dataset: expected a column question ... got ['answer'] in line 1 of",
          {"name": "a.jsonl", "content": '{"question": null, "answer": "b"}'}),
         ("dataset: expected at least one problem to train on", {"name": "a.jsonl", "content": ""}),
-        ("dataset: ...a column answer for evaluation",
-         {"name": "a.jsonl", "content": '{"prompt": "b"}', **OWN, "eval_size": 1}),
         ("dataset: ...answer for the reward answer; got ... in line 2 of",
          {"name": "a.jsonl", "rewards": ["answer", "m:f"],
           "content": '{"prompt": "a", "rewards": "f"}\n{"prompt": "b", "rewards": ["answer"]}'}),
-        (f"{TEXT}answer; got 1.5: ...(row 1 of a.parquet",
-         {"name": "a.parquet", "content": {"prompt": "a", "answer": 1.5}}),
-        # What is missing is NaN to some.
+        (f"{TEXT}answer; got True: ...(line 1 of a.jsonl",
+         {"name": "a.jsonl", "content": '{"prompt": "a", "answer": true}'}),
         ("dataset_config='main' has no effect with a.jsonl",
          {"name": "a.jsonl", "content": LINE, "dataset_config": "main"}),
         ("system_prompt stands before a question, ... the column prompt in line 1 of ",
          {"name": "a.jsonl", "content": '{"prompt": "a", "answer": "2"}', "system_prompt": "Be"}),
         ("dataset: expected a split train to", {"name": "f", "content": {"test.jsonl": LINE}}),
-        ("...a column answer ...; got ... in row 1 of split test",
-         {"name": "f", "eval_size": 1,
-          "content": {"test.jsonl": '{"question": "a"}', "train.jsonl": LINE}}),
         ("dataset: expected a dataset in the folder", {"name": "f", "content": {"a.txt.gz": ""}}),
-        ("dataset: expected module:function; got", {"name": "examples.problems:nothing"}),
         ("...gsm8k...; a dataset on the hub is OWNER/NAME, its", {"name": "gsm8k:main"}),
         ("dataset: expected a function; got json:__doc__ = ", {"name": "json:__doc__"}),
     ),
     *table(made,
         ("dataset: mine:made: SystemExit: 0", {"function": lambda _: sys.exit(0)}),
-        ("dataset: mine:made: ZeroDivisionError",
-         {"function": lambda _: ((1 / 0 for _ in "a"), [])}),
         ("dataset: expected the problems to train on and those held", {"function": lambda _: []}),
         ("dataset: expected a dict; got 'a' in problem 0 to", {"function": lambda _: (["a"], [])}),
-        ("dataset: expected a column prompt", {"function": lambda _: ([{"question": "1"}], [])}),
-    ),
-    *table(ended, ("...got 'ending:f' (SystemExit: 0)", {})),
-    *table(row,
-        *((f"{TEXT}answer; got", {"values": {"prompt": "a", "answer": x}})
-          for x in (12.0, True, [1, 2], date(2020, 1, 31))),
     ),
     *table(data.not_held_out,
         ("train: the prompts of all 1 problems are held out",
          {"train": [{"prompt": "a"}], "held_out": [{"prompt": " a"}], "say": print})),
     *table(prompted,
         ("prompt: the tokenizer makes '<tool>' token 257, and the model", {"prompt": "a <tool>"}),
-        ("prompt: ...makes '<tool>' token ... is", {"prompt": [{"role": "user", "content": "a"}]}),
-        ("prompt: expected text, or messages with a role and content; got", {"prompt": ["a"]}),
         ("prompt: expected text, or messages with a", {"prompt": {"role": "user", "content": "a"}}),
         ("prompt: no chat template for ...: no b", {"prompt": [{"role": "b", "content": "a"}]}),
     ),
-    *(Row(partial(lengths, *prompts),
-          f"max_prompt_length=3: ...is longer, or empty; the shortest has {least} tokens", {})
-      for prompts, least in ((("abcde", "abcd"), 4), (("", "abcd"), 0))),
-    *table(compared, *(
+    *table(partial(short_enough, encode=lambda x: [*x["prompt"]], longest=3, say=print),
+        ("max_prompt_length=3: ...is longer, or empty; the shortest has 0 tokens",
+         {"problems": [{"prompt": ""}, {"prompt": "abcd"}]})),
+    *table(partial(answers.same_answer, "8"), *(
         ("answer: expected text or a whole number; got ...: write it as text", {"right": x})
-        for x in (8.5, True, None)
+        for x in (8.5, True)
     )),
 ]  # fmt: skip
 
 # Rewards, metrics and completions
 
 
-def rewarded(function: Callable, problem: dict[str, Any], name: str = "f") -> None:
-    functions = [rewards.RewardFunction(name, name, function)]
+def rewarded(function: Callable, problem: dict[str, Any]) -> None:
+    functions = [rewards.RewardFunction("f", "f", function)]
     rewards.check_rewards(functions, [{"prompt": "a", **problem}], "train")
 
 
-def scored(function: Callable, prompt: Any = "p") -> None:
+def scored(function: Callable) -> None:
     functions = [rewards.RewardFunction("it", "it", function)]
-    rewards.reward_table(functions, [{"prompt": prompt}] * 3, ["a", "b", "c"])
-
-
-def added(name: str) -> None:
-    Metrics().add(name, [1.0])
+    rewards.reward_table(functions, [{"prompt": "p"}] * 3, ["a", "b", "c"])
 
 
 def completed(**changes: Any) -> None:
@@ -286,71 +197,45 @@ def kept(ids: Any, offsets: Any) -> dict[str, Support]:
     return {"support": Support(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets))}
 
 
-PASSED = "reward function f: nothing is passed for its parameters "
 IT = "reward function it: "
-IDS = "one.token_ids: expected ints from 0 to 256; got "
-NUMBERS = "one.logps: expected 2 finite numbers, ...; got "
 SUPPORT = "one.support.offsets: expected to start at 0, never to decrease, and to end at ..."
 OF_FUNCTIONS = [
     *table(rewards.resolve_rewards,
         ("rewards: expected some of answer, ..., or module:function; got", {"names": ["breif"]}),
-        ("rewards: expected module:function; got 'no.such:f' (", {"names": ["no.such:f"]}),
     ),
     *table(rewarded,
         *(("rewards: the column `rewards` of train[0] is ..., but the run has f: name",
            {"function": lambda completions: [1.0], "problem": {"rewards": names}})
-          for names in ("breif", ["f", "breif"], [], 3.5)),
-        (f"{PASSED}p, c. Passed are prompts... answer",
+          for names in (["f", "breif"], [], 3.5)),
+        ("reward function f: nothing is passed for its parameters p, c. Passed are...answer",
          {"function": lambda p, c: c, "problem": {"answer": "1"}}),
-        (f"{PASSED}prompts, completions", {"function": lambda prompts, completions, /: completions,
-                                           "problem": {}}),
         ("reward function f: its parameter metrics gets the step's metrics, and the problems have",
          {"function": lambda completions, metrics: [1.0], "problem": {"metrics": 3}}),
-        (f"{TEXT}answer; got 0.5: ...(train[0])",
-         {"function": rewards.REWARDS["answer"], "problem": {"answer": 0.5}}),
     ),
     *table(scored,
-        (f"{IT}ZeroDivisionError: division by zero", {"function": lambda completions: 1 / 0}),
-        (f"{IT}TypeError: 'NoneType' object is not", {"function": lambda completions: None}),
         (f"{IT}expected 3 values, one per completion; got 2",
          {"function": lambda completions: [1.0] * 2}),
         (f"{IT}expected finite numbers, ... got nan for 'b'",
          {"function": lambda completions: [1, NAN, 0]}),
-        (f"{IT}ValueError: metrics: expected a name that the library does not use; got 'reward'",
-         {"function": lambda completions, metrics: Metrics().add("reward", [1.0])}),
         (f"{IT}TypeError: string indices ...prompts and completions are text here",
          {"function": lambda completions: [len(x[0]["content"]) for x in completions]}),
-        (f"{IT}AttributeError: ...prompts and completions are lists of messages here",
-         {"function": lambda completions: [len(x.split()) for x in completions],
-          "prompt": [{"role": "user", "content": "a"}]}),
     ),
-    *table(added, *(
-        (f"metrics: expected a name that the library does not use; got '{name}'", {"name": name})
-        for name in ("tokens", "reward/a", "step", "sampler_gap_max")
-    )),
+    *table(lambda name: Metrics().add(name, [1.0]),
+        ("metrics: expected a name that the library does not use; got", {"name": "reward/a"})),
     *table(completed,
-        (f"{IDS}5.0", {"token_ids": [5.0] * 2}),
-        (f"{IDS}True", {"token_ids": [True] * 2}),
+        ("one.token_ids: expected ints from 0 to 256; got True", {"token_ids": [True] * 2}),
         ("one.token_ids: expected at most max_completion_length = 6", {"token_ids": [5] * 7}),
-        (f"{NUMBERS}[nan], 2", {"logps": [-1.0, NAN]}),
-        (f"{NUMBERS}[True], 2", {"logps": [True, -1.0]}),
+        ("one.logps: expected 2 finite numbers, ...; got [nan], 2", {"logps": [-1.0, NAN]}),
         ("one.sampled: expected 2 bools, ...; got [True], 1", {"sampled": [True]}),
         ("one.sampled: expected 2 bools, ... at least one True", {"sampled": [False] * 2}),
         ("one.support.token_ids: expected a tensor; got list", {"support": Support([1], [0])}),
         (f"{SUPPORT} = 2; got 0 to 3", kept([5, 6], [0, 1, 3])),
         (SUPPORT, kept([5, 6], [0, 3, 2])),
     ),
-]  # fmt: skip
-OF_FUNCTIONS += [
-    Row(partial(Metrics().register, metric), message, {})
-    for message, metric in (
-        ("merge: expected one of mean, ... for a; got 'median'",
-         Metric("a", merge="median")),
-        ("metrics: expected a name that the library does not use; got 'reward'",
-         Metric("reward")),
-        ("chart: expected a text for a; got 3", Metric("a", chart=3)),
-        ("unit: expected a text for a; got None", Metric("a", unit=None)),
-    )
+    *table(lambda **options: Metrics().register(Metric(**options)),
+        ("merge: expected one of mean, ... for a; got 'median'", {"name": "a", "merge": "median"}),
+        ("metrics: expected a name that the library does not use; got", {"name": "reward"}),
+        ("chart: expected a text for a; got 3", {"name": "a", "chart": 3})),
 ]  # fmt: skip
 
 # A trainer, and a run that goes on
@@ -364,46 +249,35 @@ def trainer(
 ) -> Trainer:
     """Makes a trainer of a tiny model; `environment`: of the process."""
     environment = options.pop("environment", {})
-    own = {
-        name: options.pop(name) for name in ("is_correct", "rollout") if callable(options.get(name))
-    }
+    rollout = options.pop("rollout", None)
     model = make_model("llama") if model is None else model
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
         return Trainer(
             config_of(**options), model, tokenizer or make_tokenizer(), *problems,
-            rewards={"noise": trainer_runs.noise}, **own,
+            rewards={"noise": trainer_runs.noise}, rollout=rollout,
         )  # fmt: skip
 
 
-def compiled(part: str) -> None:
+def compiled() -> None:
     model = make_model("llama")
-    if part:
-        model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
-    trainer(model if part else torch.compile(model, backend="eager"))
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    trainer(model)
 
 
 def scaled() -> None:
     """Makes a trainer of a model whose logits are no linear layer's."""
     model = make_model("llama")
-    forward = model.forward
-
-    def other(*args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)
-        out.logits = 3 * out.logits
-        return out
-
-    model.forward = other
+    model.register_forward_hook(lambda module, inputs, out: type(out)(logits=3 * out.logits))
     trainer(model)
 
 
-def padded(pad_token: str | None) -> None:
+def padded() -> None:
     """Makes a trainer with a tokenizer whose pad token the model does not know."""
     tokenizer = make_tokenizer()
     tokenizer.eos_token = tokenizer.pad_token = None
-    if pad_token is not None:
-        tokenizer.add_special_tokens({"pad_token": pad_token})
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     trainer(tokenizer=tokenizer)
 
 
@@ -439,7 +313,7 @@ def sent() -> None:
 
 
 def swapped() -> None:
-    swapped_letters()
+    swap_letters()
     trainer(beta=0.1, ref_model="odd")
 
 
@@ -448,8 +322,8 @@ def inferred() -> None:
     loading.load_for_inference("model", "run", config_of())
 
 
-def referred(vocab_size: int) -> None:
-    make_model("llama", vocab_size=vocab_size).save_pretrained("reference")
+def referred() -> None:
+    make_model("llama", vocab_size=300).save_pretrained("reference")
     make_tokenizer().save_pretrained("reference")
     trainer(beta=0.1, ref_model="reference")
 
@@ -503,8 +377,6 @@ def earlier() -> None:
 
 
 GOOD = Completion([5, 6], True)
-INPUTS = {"problems": "6, sha256 0", "weights": "sha256 1"}
-CHANGED = "resume: options differ from the checkpoint's: "
 OF_RUNS = [
     *table(trainer,
         ("WORLD_SIZE=2, but accelerate sees one process:", {"environment": {"WORLD_SIZE": "2"}}),
@@ -514,53 +386,37 @@ OF_RUNS = [
         ("ACCELERATE_FP8_BACKEND=TE does not", {"environment": {"ACCELERATE_FP8_BACKEND": "TE"}}),
         ("held_out: expected an answer", {"problems": (SUMS, [{"prompt": "a", "answer": None}])}),
         (f"{TEXT}answer; got 0.5: ...(held_out[1])", {"problems": (SUMS, ODD)}),
-        # By the reward, whatever evaluations count by.
-        (f"{TEXT}answer; got 0.5: ...(train[1])",
-         {"rewards": ["answer"], "problems": (ODD, ()), "is_correct": lambda *_: True}),
-        (f"{TEXT}answer; got None: ...(train[1])",
-         {"rewards": ["answer"], "problems": ([ODD[0], {"prompt": "b"}], ())}),
+        (f"{TEXT}answer; got 0.5: ...(train[1])", {"rewards": ["answer"], "problems": (ODD, ())}),
     ),
-    *table(compiled,
-        ("model: expected one that was not passed to torch.compile", {"part": ""}),
-        ("model: expected one that was not passed to torch.compile", {"part": "layer"})),
+    *table(compiled, ("model: expected one that was not passed to torch.compile", {})),
     *table(scaled, ("model: expected logits that are a linear layer", {})),
-    *table(padded,
-        ("tokenizer: expected a pad_token, or ... 257 tokens of the model", {"pad_token": None}),
-        ("tokenizer: expected a pad_token, or ... 257 tokens of the", {"pad_token": "[PAD]"})),
+    *table(padded, ("tokenizer: expected a pad_token, or ... 257 tokens of the model", {})),
     *table(swapped,
         ("ref_model: odd has another tokenizer than the model, with 2 other tokens: token ", {})),
     *table(inferred, ("model: run is the folder of a run: pass run/model", {})),
     *table(sent, ("model: expected no adapter on a tied output layer", {})),
     *table(corrected,
         ("rollout: ValueError: is_correction='token_truncate' needs log-probs", {})),
-    *table(goes_on, ("resume: problems or models differ from the checkpoint's: ", {})),
+    *table(goes_on,
+        ("resume: problems or models differ from the checkpoint's: problems: was 4 + 0, sha", {})),
     *(Row(partial(sampled, *completions), f"rollout: {message}", {})
       for message, *completions in (
           ("expected 2 completions in one list, 2 of each of 1 prompts; got 1", GOOD),
-          ("completions[1]: expected a Completion ...; got 'four'", GOOD, "four"),
           ("completions[1]: expected a Completion with a token; got Completion", GOOD,
            Completion([], True)),
           ("completions[1].token_ids: expected ints from 0 to 256; got 300", GOOD,
            Completion([300], True)))),
-    *table(referred,
-        ("ref_model: expected a vocabulary of 257, ...; got 300", {"vocab_size": 300})),
+    *table(referred, ("ref_model: expected a vocabulary of 257, ...; got 300", {})),
     *table(accelerated,
         ("accelerator: an Accelerator was made with torch.compile", {})),
     *table(adapted, ("lora_target='no_such': Target modules", {})),
     *table(divided,
         ("prompts_per_step: expected a multiple of processes times minibatches, 2 * 1; got 3", {})),
     *table(resumed,
-        (f"{CHANGED}loss_options: was ..., is ...'epsilon': 0.1",
-         {"state": {}, "loss_options": {"epsilon": 0.1}}),
-        (f"{CHANGED}loss_type: was 'Sapo...1.3...', is 'Sapo...1.05",
+        ("resume: options differ from the checkpoint's: loss_type: was ...1.3...', is ...1.05",
          {"state": {"loss_type": repr(Sapo(temperature_neg=1.3))}, "loss_type": Sapo()}),
         ("steps: expected 2 as before, because schedule='linear'", {"state": {}, "steps": 4}),
     ),
-    *table(checkpoint.check_processes,
-        ("resume: expected as many processes as the", {"state": {"processes": 1}, "processes": 2})),
-    *table(checkpoint.check_inputs,
-        ("resume: problems or models differ from the checkpoint's: problems: was 6, sha256 0, is ",
-         {"state": {"inputs": INPUTS}, "inputs": INPUTS | {"problems": "5, sha256 2"}})),
     *table(saved,
         ("resume: expected a checkpoint of this library; got", {"content": {"state": Opens()}}),
         ("resume: expected a checkpoint with ...; got step-1.pt", {"content": {"state": json.dumps(
@@ -597,8 +453,8 @@ def write_run(folder: str, **files: bool) -> None:
         shutil.copytree(tiny_folder(), Path(folder, "model"))
 
 
-def swapped_letters() -> None:
-    """A model's folder whose tokenizer has two tokens in each other's place."""
+def swap_letters() -> None:
+    """Makes a model's folder whose tokenizer has two tokens in each other's place."""
     shutil.copytree(tiny_folder(), "odd")
     words = json.loads(Path("odd/tokenizer.json").read_text())
     vocabulary = words["model"]["vocab"]
@@ -610,11 +466,9 @@ def train(flags: str, state: dict[str, Any] | None = None) -> None:
     """The command, on a machine without some packages, before a model is loaded."""
     write_run("run")
     write_run("bare", model=False)
-    swapped_letters()
+    swap_letters()
     Path("m").symlink_to(tiny_folder())
     Path("a.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 10)
-    Path("odd.jsonl").write_text('{"text": "1 + 1 ="}\n')
-    Path("taken.txt").touch()
     for name in ("empty", "adapters", "locked"):
         Path(name).mkdir()
     Path("adapters/adapter_config.json").touch()
@@ -653,32 +507,19 @@ def forecast() -> None:
     memory.main(["--model", "run"])
 
 
-def parsed(text: str | None, *flags: str) -> None:
+def parsed(text: str, *flags: str) -> None:
     """Reads options from a file of YAML, and flags."""
-    if text is not None:
-        Path("run.yaml").write_text(text)
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            parse_config(["run.yaml", *flags])
-    finally:
-        text = printed.getvalue()
-        assert "--no_replay_support does not exist" not in text
-        assert "did you mean" not in text or "does not exist here" not in text
-        assert ("Switches" in text) == ("--chat" in flags)
-        print(text, file=sys.stderr)
+    Path("run.yaml").write_text(text)
+    parse_config(["run.yaml", *flags])
 
 
 RUN = "RUN_FOLDER: "
 ON_RUN = {"flags": "--output run --resume"}
-NO_SUCH = f"...--batch_size does not exist here. {ELSEWHERE['batch_size']}"
 OF_COMMANDS = [
     *table(train, *((message, {"flags": flags}) for message, flags in (
         ("rewards: expected some of answer, format, or module:function; got 'breif'\n"
          "(--traceback shows where this was raised)", "--rewards breif"),
-        ("reward function score: ... its parameters", "--rewards answer examples.problems:score"),
         ("output: run has a run already. Pass resume", "--output run"),
-        ("output: taken.txt is not a folder that can be written to", "--output taken.txt/t"),
         ("output: another process trains in locked: pass another", "--output locked"),
         ("resume: the run in run is finished", "--output run --resume"),
         ("model: ./nowhere does not exist", "--model ./nowhere"),
@@ -686,10 +527,10 @@ OF_COMMANDS = [
         ("model: run is the folder of a run: pass run/model", "--model run"),
         ("model: bare is the folder of a run: it saved no model", "--model bare"),
         ("model: adapters is a folder of adapters, which training", "--model adapters"),
-        ("ref_model: odd has another tokenizer than the model, with", "--beta=0.1 --ref_model odd"),
-        ("ref_model: run is the folder of a run: pass run/model", "--beta=0.1 --ref_model run"),
         ("lora_rank: adapters need peft: pip install peft", "--lora_rank 2"),
         ("rollout: vllm is not installed: pip install -e", "--rollout vllm"),
+        ("ref_model: odd has another tokenizer than the model", "--beta=0.1 --ref_model odd"),
+        ("ref_model: run is the folder of a run: pass run/model", "--beta=0.1 --ref_model run"),
         ("vllm_enable_sleep_mode: expected False on a", "--rollout vllm --vllm_enable_sleep_mode"),
         ("is_correction='token_mask' needs log-probs", "--is_correction token_mask"),
         ("trackers: expected some of ...tensorboard, ...; got nothing", "--trackers nothing"),
@@ -704,13 +545,10 @@ OF_COMMANDS = [
     ),
     *table(evaluated, *((message, {"flags": flags}) for message, flags in (
         (f"{RUN}run.yaml is a file of options; ...: pass the output", "run.yaml"),
-        (f"{RUN}run/config.json is a ...: pass run", "run/config.json"),
         (f"{RUN}nowhere does not exist: pass the output of a run", "nowhere"),
         ("model: run is the folder of a run: pass run/model", "run --model run"),
         ("--dataset a.jsonl: all other options are the run's", "run --dataset a.jsonl"),
         ("num_samples: expected at least 0; got -1", "run --num_samples -1"),
-        ("max_completion_length: expected at least 1", "run --max_completion_length=0"),
-        ("temperature: expected a number > 0; got 0", "run --temperature 0"),
         ("output: empty exists already: pass", "run --output empty"),
         ("train.jsonl has no problem that the run does not train on", "run --problems train.jsonl"),
         ("problems: expected a file of problems; a.jsonl is none", "run --problems a.jsonl"),
@@ -720,22 +558,14 @@ OF_COMMANDS = [
     ))),
     *(Row(partial(parsed, text, *flags), message, {}) for text, flags, message in (
         ("model: m", ["--step", "3"], "...--step does not exist: did you mean --steps"),
-        ("model: m\nlearning-rat: 1", [], "...--learning_rat does not exist: did you mean --learn"),
-        ("model: m\ngrad-clip: 1", [], "...--grad_clip does not exist here. Set max_grad_norm."),
         ("model: m\nbeta: high", [], '..."beta"...Got value: high'),
         ("model: m\nsteps: 3\nbeta: 0.1\nsteps: 4", [], '...duplicate key "steps"...line 4'),
-        ("steps: 3", [], "...model: expected a hub name or a folder"),
         ("steps", [], "...Unexpected config: steps"),
-        (": {", [], "...Problems parsing config...line 1"),
-        (None, [], "...File does not exist"),
         # A switch that turns off is known.
         ("model: m", ["--kl_estimator=exact", "--beta=0.1", "--top_p=0.9"],
          "...--no_replay_support or another kl_estimator"),
-        ("model: m", ["--no_replay_suport"], "...did you mean --no_replay_support"),
         ("model: m", ["--chat", "true"], "...Switches take no value: --chat turns one on"),
-        # Names that people bring.
-        ("model: m", ["--batch_size", "2"], NO_SUCH),
-        ("model: m\nbatch_size: 2", [], NO_SUCH),
+        ("model: m", ["--batch_size", "2"], "...--batch_size does not exist here. Set prompts_per"),
     )),
     *table(forecast, ("model: run is the folder of a run: pass run/model", {})),
     *table(partial(parse_config, []),
