@@ -22,7 +22,6 @@ from grpo_kernels import (
     fused_grpo_loss,
     grpo_loss,
     linear_logprobs,
-    reference,
 )
 from grpo_kernels.base.autograd import float16_scale
 from grpo_kernels.kernels.divergences import DIVERGENCES
@@ -343,72 +342,3 @@ def test_every_tensor_is_made_with_a_dtype_and_a_device():
                 # The doctor is a command, which sets no default.
                 here = id(node) in placed or path.name == "doctor.py"
                 assert "device" in given or here, f"{path}:{node.lineno}"
-
-
-@pytest.mark.parametrize("largest", (0.0, 1e-40, 1e-25, 0.999, 1.0, 700.0, 1e30, float("inf")))
-def test_what_float16_holds_is_brought_to_between_1_and_2(largest):
-    """Neither the scale nor its inverse is 0, infinite or below float32's normal numbers."""
-    scale = float16_scale([torch.float32, torch.float16], lambda: torch.tensor(largest))
-    assert 2.0**-126 <= float(scale) <= 2.0**126 and float(scale.log2()) % 1 == 0
-    assert 1.0 <= largest * float(scale) < 2.0 or not 1e-30 < largest < 1e38
-
-
-FLOATS = {
-    "tensor", "as_tensor", "asarray", "scalar_tensor", "zeros", "ones", "empty", "full", "eye",
-    "empty_strided", "linspace", "logspace", "rand", "randn", "normal", "Tensor", "FloatTensor",
-}  # fmt: skip
-MAKERS = FLOATS | {"arange", "randint", "randperm"}
-
-
-def test_every_tensor_is_made_with_a_dtype_and_a_device():
-    """No call in the package leaves them out: `new_zeros` has those of its tensor."""
-    for path in Path(grpo_kernels.__file__).parent.rglob("*.py"):
-        nodes = [*ast.walk(ast.parse(path.read_text()))]
-        placed = {
-            id(x) for node in nodes if isinstance(node, ast.With)
-            and ast.unparse(node.items[0]).startswith("torch.device(") for x in ast.walk(node)
-        }  # fmt: skip
-        for node in nodes:
-            if isinstance(node, ast.ImportFrom) and node.module == "torch":
-                assert not MAKERS - {"Tensor"} & {x.name for x in node.names}, path
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            calls_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-            if calls_torch and (name := node.func.attr) in MAKERS:
-                given = {x.arg for x in node.keywords}
-                assert "dtype" in given or name not in FLOATS, f"{path}:{node.lineno}"
-                # The doctor is a command, which sets no default.
-                here = id(node) in placed or path.name == "doctor.py"
-                assert "device" in given or here, f"{path}:{node.lineno}"
-
-
-@pytest.mark.parametrize("name", ("hidden", "weight"))
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_mixed_dtypes(loss_type, name):
-    """A float32 head under a bf16 body, and the reverse: computed from both as they are."""
-    batch, config = make_batch(), GRPOLossConfig(loss_type=loss_type)
-    setattr(batch, name, getattr(batch, name).bfloat16())
-    expect_equal(batch, {"old_logps": True, "config": config}, tolerance=2.5e-3)
-
-
-def test_a_bf16_head_with_a_float32_adapter():
-    """PEFT trains `lora_b` and freezes the weight."""
-    batch, grads = make_batch(), []
-    g = torch.Generator().manual_seed(1)
-    hidden, weight = batch.hidden.bfloat16(), batch.weight.bfloat16()
-    trained = hidden, batch.hidden[..., :5], torch.randn(1003, 5, generator=g)
-    for package, dtype in ((grpo_kernels, None), (reference, torch.float64)):
-        leaves = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in trained]
-        lm_head = LMHead(weight.to(dtype or weight.dtype), low_rank=tuple(leaves[1:]))
-        args = leaves[0], lm_head, batch.targets, batch.advantages, batch.mask
-        package.fused_grpo_loss(*args).loss.backward()
-        grads.append([x.grad for x in leaves])
-    for actual, truth in zip(*grads, strict=True):
-        assert relative_error(actual, truth) < 2.5e-3
-
-
-@pytest.mark.parametrize("largest", (0.0, 1e-40, float("inf")))
-def test_a_scale_can_be_taken_out_again(largest):
-    """Neither it nor its inverse is 0, infinite or below float32's normal numbers."""
-    scale = float16_scale([torch.float16], lambda: torch.tensor(largest))
-    assert 2.0**-126 <= float(scale) <= 2.0**126

@@ -286,19 +286,23 @@ def divergence_call(function, args, batch, options, *, base, **_):
         out = function("fused_distillation_loss")(
             *args, other, mask, execution=options["execution"], **how
         )
-        return Result(out.loss, dict(out.metrics), out.divergence)
+        metrics = dict(out.metrics)
+        if LMHead.of(args[1]).logits_dtype == "model":
+            del metrics["agreement"]  # rounded logits may be equal
+        return Result(out.loss, metrics, out.divergence)
     rounded_to = {"rounded_to": options.get("rounded_to")}
     divergences = exact.divergence(*args, other, mask, **how, **rounded_to)
     entropies = [
         exact.linear_logprobs(*model, batch.targets, mask, **rounding).entropy.sum() / count
         for model, rounding in ((args, rounded_to), (other, {}))
     ]
-    tops = [exact.linear_logits(*model).argmax(-1) for model in (args, other)]
-    agreement = ((tops[0] == tops[1]) & mask).sum() / count
-    names = ("tokens", "divergence", "divergence_max", "entropy", "ref_entropy", "agreement")
+    names = ("tokens", "divergence", "divergence_max", "entropy", "ref_entropy")
     loss = divergences.sum() / count
-    values = (count, loss, divergences.max(), *entropies, agreement)
-    return Result(loss, dict(zip(names, values, strict=True)), divergences)
+    metrics = dict(zip(names, (count, loss, divergences.max(), *entropies), strict=True))
+    if rounded_to["rounded_to"] is None:
+        tops = [exact.linear_logits(*model).argmax(-1) for model in (args, other)]
+        metrics["agreement"] = ((tops[0] == tops[1]) & mask).sum() / count
+    return Result(loss, metrics, divergences)
 
 
 def logps_call(function, args, batch, options, *, base, entropy):

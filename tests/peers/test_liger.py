@@ -127,7 +127,7 @@ def test_the_same_as_liger(options, case):
 
 
 def test_where_liger_is_wrong():
-    """It splits advantages per token wrongly, and counts padding in luspo."""
+    """Liger splits advantages per token wrongly, and counts padding in luspo."""
     batch = make_batch(B=4, T=9, H=16, V=101)
     head = {"hidden": batch.hidden.nan_to_num(), "weight": batch.weight, "bias": None}
     batch.advantages = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))

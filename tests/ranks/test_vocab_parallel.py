@@ -115,7 +115,7 @@ SOME = [
 
 
 def test_four_ranks(tmp_path):
-    """One of them has three columns."""
+    """A rank has three columns."""
     session = Ranks(tmp_path, world=4)
     problems = session(wrong, [(pair, "loss", None) for pair in SOME], (0, 3, 57, 160, 211))
     session.close()
