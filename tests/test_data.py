@@ -9,7 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from examples import problems
-from grpo_kernels.explain.records import text_of
+from grpo_kernels.explain.records import prompt_text
 from grpo_kernels.training import TrainingConfig, load_model, load_problems
 from grpo_kernels.training.problems import answers, data, rewards
 from grpo_kernels.training.problems.prompts import (
@@ -249,7 +249,7 @@ def test_a_prompt_is_to_be_gone_on_from(around):
 def test_a_message_has_a_text_parts_or_nothing():
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "3?"}]
     messages = [{"role": "user", "content": content} for content in ("2 +", None, parts)]
-    assert text_of(messages) == "2 +\n\n3?"
+    assert prompt_text(messages) == "2 +\n\n3?"
 
 
 def test_prompts_are_made_as_the_options_say():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .explanation import SHARES, Explanation, group_sums
-from .records import LARGEST, text_of
+from .records import LARGEST, prompt_text
 
 # prime-rl's names of our columns. Its ratio is the policy's to the sampler's.
 _PRIME_RL = {
@@ -125,7 +125,7 @@ def _trl(row: dict[str, Any]) -> Row:
         known = isinstance(x, list) and all(isinstance(message, dict) for message in x)
         _expect(known or isinstance(x, str), f"{name}: a text or messages", x)
     (advantage,) = _column("advantage", [row.pop("advantage")], 1, "advantage")
-    prompt, completion = text_of(row["prompt"]), text_of(row["completion"])
+    prompt, completion = prompt_text(row["prompt"]), prompt_text(row["completion"])
     floats = {name: x for name, x in row.items() if isinstance(x, float)}
     rewards = {"reward": next(iter(floats.values()))} if len(floats) == 1 else floats
     words = re.findall(r"\s*\S+|\s+", completion)

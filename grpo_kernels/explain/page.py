@@ -91,7 +91,7 @@ def _place(title: str, page: Path) -> tuple[str, dict[str, str]]:
     if page.parent.name != "explanations" or not here:
         return title, dict.fromkeys(("REPORT", "PREVIOUS", "NEXT"), "")
     step, others = int(here[1]), pages(page.parent)
-    # The trainer writes the first file at once, the second later; other trainers have neither.
+    # Our trainer writes about.json at the start, report.html later; others write neither.
     run = page.parents[1]
     report = any((run / x).exists() for x in ("about.json", "report.html"))
     return f"Step {step} of {run.name}", {
@@ -108,7 +108,7 @@ def pages(folder: Path) -> dict[int, str]:
 
 
 def link_next(folder: Path, step: float, name: str) -> None:
-    """Links the last page before a step to the page `name`; to none, if it is empty."""
+    """Sets the link to the next page in the last page before `step`; "" clears it."""
     for page in [folder / x for number, x in pages(folder).items() if number < step][-1:]:
         place, scratch = rb'(<a rel="next" href=")[^"]*', page.with_suffix(".tmp")
         scratch.write_bytes(re.sub(place, rb"\g<1>" + name.encode(), page.read_bytes(), count=1))

@@ -62,14 +62,14 @@ def read_values(path: Path) -> dict[str, Any]:
         return {}
 
 
-def text_of(prompt: Any, without: str = "") -> str:
+def prompt_text(prompt: Any, skip_role: str = "") -> str:
     """Returns the text of a prompt or of its messages, whose content may be in parts.
 
-    Messages of the role `without` are skipped.
+    Messages of the role `skip_role` are left out.
     """
     if isinstance(prompt, str):
         return prompt
-    contents = [m.get("content") or "" for m in prompt if m.get("role", "user") != without]
+    contents = [m.get("content") or "" for m in prompt if m.get("role", "user") != skip_role]
     parts = ([{"text": x}] if isinstance(x, str) else x for x in contents)
     texts = ([str(p.get("text") or "") for p in x if isinstance(p, dict)] for x in parts)
     return "\n".join(map("".join, texts))

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from ..base.text import printable
 from .page import pages, render
-from .records import read_rows, read_values, text_of
+from .records import prompt_text, read_rows, read_values
 
 Run = Mapping[str, Any]
 MOST = 6  # runs on a page, which has six colours
@@ -64,7 +64,7 @@ def _run(folder: Path, output: Path, prompts: dict[str, int]) -> dict[str, Any]:
         "signs": [signs for row in rows if len(signs := _signs(row)) > 1],
         "samples": [
             {**x, "completion": _cut(x["completion"], longest),
-             "prompt": prompts.setdefault(text_of(x["prompt"], "system"), len(prompts))}
+             "prompt": prompts.setdefault(prompt_text(x["prompt"], "system"), len(prompts))}
             for x in samples
         ],
         "pages": [*pages(folder / "explanations")],
@@ -106,7 +106,7 @@ def _answers(path: Path, prompts: dict[str, int]) -> dict[int, dict[int, list[An
     for row in rows:
         texts = [None if row.get(k) is None else str(row[k]) for k in ("answer", "answered")]
         texts += [_cut(row["completion"], longest)] if row["step"] in ends else []
-        place = prompts.setdefault(text_of(row["prompt"], "system"), len(prompts))
+        place = prompts.setdefault(prompt_text(row["prompt"], "system"), len(prompts))
         of[row["step"]][place] = [int(row["correct"]), *texts]
     return of
 

@@ -3,8 +3,8 @@
     forward    l = -log(1 + sum_(j != y) e^(z_j - z_y)),  z = logits / T
     backward   dlogits_j = dl * (1[j = y] - p_j) / T
 
-The fused calls' backend functions, on the caller's logits as one chunk: log_softmax, a second
-tensor of the size of the logits, is never made. All arithmetic is float32.
+Runs the fused calls' backend functions on the caller's logits, and never makes log_softmax, a
+second tensor of their size. All arithmetic is float32.
 """
 
 from __future__ import annotations

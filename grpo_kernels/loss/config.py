@@ -187,7 +187,7 @@ class GRPOLossConfig:
         return self.loss.ratio_level
 
     @property
-    def scales_surrogate(self) -> bool:
+    def scales_token_losses(self) -> bool:
         """True if a mask or an importance sampling weight multiplies the tokens' losses."""
         return (
             self.is_correction != "none"

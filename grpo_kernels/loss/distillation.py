@@ -94,7 +94,7 @@ def divergence_addends(s: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
 
 
 def _log_rest(log_p: Tensor) -> Tensor:
-    """The log of 1 - sum of the probabilities `[..., K]`; at least the log of an ulp of 1."""
+    """The log of 1 - sum of the probabilities `[..., K]`; of an ulp of 1, if nothing is left."""
     if not log_p.shape[-1]:
         return log_p.sum(-1)
     # 1 - p of the likeliest by expm1: the difference cancels for a confident model.

@@ -209,7 +209,7 @@ def policy_loss_and_grads(
         policy = _by_definition(config, constants, logps, entropy, grad=grad, is_local=is_local)
     else:
         scale = None
-        if config.scales_surrogate:
+        if config.scales_token_losses:
             scale, _ = surrogate_scale(config, tokens_of(config, constants, logps, entropy))
         policy = kernel(
             logps,

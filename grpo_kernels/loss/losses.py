@@ -56,13 +56,14 @@ class Loss:
         token_local: True if the gradient of a token's log-prob follows from that token alone. One
             pass (three GEMMs) is then enough; otherwise there are two (three or four).
         gradient_needs_advantage: True if tokens of advantage 0 have no gradient, so that they may
-            be skipped. With `needs_sequences`, if sequences whose advantages are all 0 have none.
+            be skipped. With `needs_sequences`: if this holds for sequences of advantage 0.
         entropy_gradient: True if the loss has a gradient by the entropy. A token-local loss must
             declare it; autograd finds it out for others.
         ratio_level: the level of the importance ratio, `"token"` or `"sequence"`.
-        token_gradient: True if a sequence's ratio has the gradient of the token's ratio.
-        weighs_sampler: True if the loss contains the importance sampling weights, which then do not
-            multiply it.
+        token_gradient: True if the ratio has the sequence's value, but its gradient is that of the
+            token's own log-prob.
+        weighs_sampler: True if `per_token` uses the importance sampling weights itself; they do
+            not multiply it again.
     """
 
     aggregation = "dapo"
@@ -152,7 +153,7 @@ def one_per_token(name: str, x: object, tokens: Tokens) -> Tensor:
 
 
 class OwnLoss(Loss):
-    """A user's callable; its attributes of the same names declare its properties."""
+    """A user's callable, whose attributes overrule those of `Loss`."""
 
     def __init__(self, function: Callable[[Tokens], Tensor]) -> None:
         self.function = function
@@ -172,7 +173,7 @@ class Clip(Loss):
 
     At most `dual_clip |A|` where A < 0. GRPO, arXiv:2402.03300; sequence ratios and
     `token_gradient`, GSPO, arXiv:2507.18071; `delta`, arXiv:2505.07291; `dual_clip`,
-    arXiv:1912.09729. The aggregations that gave it other names: DAPO, arXiv:2503.14476; Dr. GRPO,
+    arXiv:1912.09729. With another aggregation it has other names: DAPO, arXiv:2503.14476; Dr. GRPO,
     arXiv:2503.20783; LUSPO, arXiv:2602.05261.
     """
 
@@ -364,7 +365,7 @@ class DppoTV(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class DppoKL(DppoTV):
-    """Loss of `DppoTV` by a binary KL, old to new, of the token against the rest, in nats."""
+    """`DppoTV` with `KL(old || new)` of two outcomes as distance: this token, or any other."""
 
     token_local = True
     gradient_needs_advantage = True

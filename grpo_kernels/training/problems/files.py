@@ -1,4 +1,4 @@
-"""Files and folders of problems: rows, each with its place in messages."""
+"""Rows of files and folders of problems, each with its name in errors, `line 3 of x.jsonl`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Rows, each with its place in messages.
+# Each row with its name in errors.
 Rows = Iterable[tuple[str, Mapping[str, Any]]]
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ...base.text import printable
 from ...explain import runs
-from ...explain.records import text_of
+from ...explain.records import prompt_text
 from ...explain.rules import verdicts
 from ..config import DTYPES, TrainingConfig
 from . import about, logs, ranks
@@ -231,7 +231,7 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for i, row in enumerate(rows):
         if i == 0 or row["prompt"] != rows[i - 1]["prompt"]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1:]
-            *_, last = text_of(prompt).strip().split("\n\n")  # without examples
+            *_, last = prompt_text(prompt).strip().split("\n\n")  # without examples
             answer = _in_one_line(str(row["answer"]))[:20]
             lines.append(f"      prompt: {_in_one_line(last)[-90:]}  (right answer: {answer})")
         lines.append(

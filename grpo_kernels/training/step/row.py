@@ -92,7 +92,7 @@ def update_metrics(
     `rows`: this process's completions in the update. `policy`: its `logps`, `entropy` and, with an
     exact KL, `kl`, `[B, T]`.
     """
-    values = _values_of_all(samples, scores, rows, policy, accelerator)
+    values = _gather_update_tokens(samples, scores, rows, policy, accelerator)
     kl, has_set = values.pop("kl", None), values.pop("has_set", None)
     # The call refuses -inf. The metric `zero_gradient` needs gradients.
     logps = values.pop("logps").clamp(min=torch.finfo(torch.float32).min).requires_grad_()
@@ -119,7 +119,7 @@ def update_metrics(
     return row if row["tokens"] else {k: row[k] for k in ("tokens", "ce_nll") if k in row}
 
 
-def _values_of_all(
+def _gather_update_tokens(
     samples: Samples, scores: Scores, rows: Sequence[int], policy: Mapping[str, Tensor],
     accelerator: Accelerator,
 ) -> dict[str, Tensor]:  # fmt: skip
