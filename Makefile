@@ -56,7 +56,8 @@ SANITIZED := tests/ptx $(patsubst %,tests/test_%.py,backends triton_entries logi
   selective_log_softmax linear_logprobs grpo_loss objective support \
   batch_invariant replay_support properties two_heads)
 # Of the matrix for a GPU, on tensors that say that they are on one; ON_CUDA=tests is all of it.
-ON_CUDA ?= tests/test_pairs.py -k "test_on_a_gpu or (test_objectives and triton and bfloat16)"
+ON_CUDA ?= tests/test_cuda_values.py tests/test_pairs.py \
+  -k "values or test_on_a_gpu or (test_objectives and triton and bfloat16)"
 sanitize: .venv/installed ## the kernels' PTX executed on a CPU [SANITIZE="--ptx-arch 100" ON_CUDA=tests]
 	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) -m "not slow" $(SANITIZED) $(ARGS)
 	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) --ptx-cuda -m gpu $(ON_CUDA) $(ARGS)

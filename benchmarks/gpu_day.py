@@ -61,7 +61,7 @@ PEERS = ("TRL chunked head", "torch linear CE, chunked", "Liger scaled CE", "cut
 FLOAT64 = ((8, 0), (9, 0), (10, 0))  # compute capabilities that have cores for it
 STRIPS = (512, 640, 660, 768, 1024)
 LAUNCHES = ((1024, 4), (2048, 4), (4096, 8), (4096, 16))  # columns and warps of the sweep
-TESTS = """tests/test_autograd.py tests/test_pairs.py -m gpu -k
+TESTS = """tests/test_cuda_values.py tests/test_pairs.py -m gpu -k
 "not on_a_gpu or (bfloat16 and (softcap or batch_invariant))" """
 MODELLED = {**gpu_costs.METHODS, "ours": gpu_costs.exact, SCORING: gpu_costs.scoring,
             TWO_PASSES: gpu_costs.METHODS["two passes"]}  # fmt: skip

@@ -107,6 +107,7 @@ def test_an_evaluation_repeats_the_run_s_last(trained, run, capsys):
     assert row["samples"].keys() == {"count", "accuracy", "low", "high", "reward", "problems"}
     assert (row["samples"]["count"], row["samples"]["problems"]) == (2, 4)
     assert {"about.json", "report.html"} <= {path.name for path in first.iterdir()}
+    assert evaluate._new_folder(run, None) == run / "evaluations" / "2"
     # What is asked for is in a folder of its own, and no run is touched.
     before = rows_in(run / "metrics.jsonl")
     second = evaluate.main([

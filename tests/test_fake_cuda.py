@@ -116,6 +116,7 @@ CALLS = {
     # Logits and gradients on the same memory.
     "float32": (loss("old_logps", dtype=torch.float32, **HALVES), [[N]], 8, 12, 55),
     # A second sweep makes the gradient.
+    "float16": (loss("old_logps", dtype=torch.float16), [[N]], 3, 3, 40),
     "everything": (
         loss("mask old_logps ref_logps sampling_logps", "bias low_rank temperature",
              numbers={"softcap": 30.0, "logit_scale": 0.5},

@@ -24,6 +24,7 @@ from tests.helpers.trainer_runs import (
     STEPS,
     FakeRollout,
     assert_same_weights,
+    config_of,
     freeze_all_but,
     noise,
     rows_of,
@@ -213,6 +214,14 @@ def test_a_loss_scale_that_is_too_large_skips_updates_and_ends_no_run(make, scal
     plain.optimizer.step = from_the_third
     plain.train()
     assert_same_weights(weights_of(trainer), weights_of(plain), 1e-5, 1e-7)
+
+
+def test_gradients_that_no_loss_scale_helps_end_the_run(make, scaled):
+    trainer = make(**STEPS | {"steps": 20})
+    scaled(trainer, limit=0.0)
+    with pytest.raises(BadUpdates, match="10 updates in a row"):
+        trainer.train()
+    assert trainer.accelerator.scaler.get_scale() == 2.0**-9  # 16 updates to a scale of 1
 
 
 # Checkpoints
@@ -427,3 +436,13 @@ def test_two_runs_in_one_folder(make):
             second.train()
 
     assert steps_of(first.train(and_another) / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_options_that_a_checkpoint_does_not_know_are_at_their_defaults():
+    config = config_of("m", "runs")
+    before = config.as_json()
+    for name in ("loss_options", "min_p", "trackers", "chat"):
+        del before[name]
+    checkpoint.check_options({"config": before}, config)
+    with pytest.raises(ValueError, match="differ from the checkpoint's: chat: was False, is True"):
+        checkpoint.check_options({"config": before}, replace(config, chat=True))

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads import make
 from grpo_kernels import Execution, fused_grpo_loss
@@ -184,3 +185,28 @@ def test_nothing_to_learn(loss_type, backend, zero):
     assert result.loss.item() == 0
     for name, grad in result.gradients.items():
         assert grad is not None and (grad == 0).all(), name
+
+
+def test_workspace_does_not_grow_with_tokens():
+    """The largest tensor ever allocated beside the gradients is the chunk's."""
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.elements = max(self.elements, out.nbytes // 4)
+            return out
+
+    V, H, rows = 5003, 8, 16
+    peaks = []
+    for T in (100, 400):
+        batch = make_batch(B=4, T=T, H=H, V=V)
+        head = [x.requires_grad_() for x in (batch.hidden, batch.weight)]
+        rest = (batch.targets, batch.advantages, batch.mask)
+        with Largest() as seen:
+            how = Execution(chunk_bytes=4 * V * rows)
+            fused_grpo_loss(*head, *rest, execution=how).loss.backward()
+        peaks.append(seen.elements)
+    assert peaks[0] == peaks[1] <= rows * (V + 64)

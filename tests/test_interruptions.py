@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -88,6 +90,20 @@ def test_memory_that_runs_out_once_weights_have_moved(owner, name, call, make, c
         trainer.train()
     assert checkpoint.latest(trainer.config.folder) is None
     assert "no checkpoint was kept" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
+def test_a_limit_of_the_system():
+    """A real allocator tells memory beyond the limit as memory that ran out."""
+    code = (
+        "import resource, torch; from grpo_kernels.base.memory import ran_out_of_memory\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, -1))\n"
+        "try: torch.ones(1 << 30)\n"
+        "except Exception as error: print(ran_out_of_memory(error))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_what_is_left_of_memory_is_kept(make):

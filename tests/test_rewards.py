@@ -204,3 +204,11 @@ def test_what_no_function_scores_is_in_no_figure(make):
     scores[:] = [None] * 8
     with pytest.raises(StepError, match="no completion of this step has a reward"):
         trainer.train_step(trainer.train_problems)
+
+
+def test_each_completion_is_paid_for_itself():
+    texts = ["<think>", "<think>a</think><answer>12</answer>", "<answer>13</answer>"]
+    for function, paid in (
+        (rewards.format, [0.2, 0.8, 0.4]), (rewards.answer, [0.0, 2.0, 0.0]),
+    ):  # fmt: skip
+        assert function(["q"] * 3, texts, answer=["12"] * 3) == pytest.approx(paid)

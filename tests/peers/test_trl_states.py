@@ -25,7 +25,7 @@ from grpo_kernels.integrations.trl.explain import ExplainCallback
 from grpo_kernels.integrations.trl.loss import OF_TRLS_LOSS, check_is_due, value_of
 from grpo_kernels.integrations.trl.state import Options, State
 from grpo_kernels.integrations.trl.versions import NEWEST, OLDEST, check_version
-from grpo_kernels.loss.losses import LOSSES, flat_fields
+from grpo_kernels.loss.losses import LOSSES, Clip, flat_fields
 from tests.helpers.head_options import watch_products
 from tests.helpers.model_families import LORAS
 from tests.helpers.tiny_models import make_tokenizer
@@ -136,6 +136,13 @@ def test_a_patch_that_ends_before_the_training(theirs, tmp_path):
     """The run is TRL's without an option; with one it is refused."""
     patch = patch_trl()
     assert_same_run(trained(training(GRPOTrainer, patch.undo), tmp_path / "b", **TWICE), theirs)
+    for options, more in (
+        ({"loss": Clip()}, {}), ({"skip_untrained": True}, {}), ({"replay_support": True}, TOP_K)
+    ):  # fmt: skip
+        patch = patch_trl(**options)
+        message = f"{next(iter(options))}: no effect without patch_trl, which has ended"
+        with pytest.raises(ValueError, match=message):
+            trained(training(GRPOTrainer, patch.undo), tmp_path / "c", **more)
 
 
 def test_a_trainer_made_before_the_patch(theirs, tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import peft
 import pytest
@@ -394,6 +394,11 @@ class InFront(FusedGRPOTrainer, Behind):
     pass
 
 
+class Around(FusedGRPOTrainer):
+    def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, **kwargs) + 1.0
+
+
 class Rebuilt(FusedGRPOTrainer):
     def _prepare_inputs(self, batch: Any) -> Any:
         inputs = super()._prepare_inputs(batch)
@@ -401,10 +406,16 @@ class Rebuilt(FusedGRPOTrainer):
 
 
 class Changing(FusedGRPOTrainer):
+    change: ClassVar[dict[str, Any]] = {"loss_type": "bnpo"}
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)
-        self.loss_type = "bnpo"
+        vars(self).update(self.change)
         return loss
+
+
+class ChangingBeta(Changing):
+    change: ClassVar[dict[str, Any]] = {"beta": 0.1}
 
 
 SQUARED = own(lambda tokens: tokens.logps.square(), token_local=True)
@@ -434,6 +445,7 @@ OF_TRL = [
         *((f"{SKIPS}{what}", {**SKIP, "kind": kind, "num_iterations": 2}) for what, kind in (
             ("a trainer that makes micro-batches itself", Rebuilt),
             ("a loss_type that changes from bnpo, or to it", Changing),
+            ("beta > 0", ChangingBeta),
         )),
         # Of supports.
         ("replay_support=True has no effect without truncation: set top_p < 1", REPLAY),
@@ -445,7 +457,7 @@ OF_TRL = [
     *table(Options, ("skip_untrained: expected a bool; got 1", {"skip_untrained": 1})),
     *table(constructed, *(
         (f"{SKIPS}{name}, whose loss may ... = True on {name} if it", {"kind": kind, **SKIP})
-        for kind, name in ((Undeclared, "Undeclared"), (InFront, "Behind"))
+        for kind, name in ((Undeclared, "Undeclared"), (Around, "Around"), (InFront, "Behind"))
     )),
     *table(left_out, ("loss: no effect on ...whose _compute_loss does not call", {})),
     *table(shared, ("model: its forward was replaced after this trainer", {})),
