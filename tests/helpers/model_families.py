@@ -11,6 +11,7 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
 FAMILIES = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
     "phi": ("PhiConfig", {"num_key_value_heads": 2}),  # a bias
     "gpt_neox": ("GPTNeoXConfig", {}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}),
