@@ -268,3 +268,8 @@ def test_every_argument_is_described(described, names):
     args = (inspect.getdoc(described) or "").split("Args:")[1]
     args = re.split("Raises:|Returns:", args)[0]
     assert re.findall(r"^    (\w+): ", args, re.MULTILINE) == names
+
+
+def test_a_name_that_the_package_lacks():
+    with pytest.raises(AttributeError, match="no attribute 'fused_loss'"):
+        _ = grpo_kernels.fused_loss

@@ -74,6 +74,23 @@ def test_a_frozen_head_with_more_than_a_log_prob_s_gradient(factors):
     assert exact.norm() > 0 and relative_error(actual, exact) <= 2e-5
 
 
+def test_rows_without_a_gradient_may_be_no_numbers_under_a_frozen_head():
+    """A row of NaN whose gradient is 0, and NaN as the gradient of masked rows."""
+    batch, g = make_batch(), torch.Generator().manual_seed(0)
+    d_logps = torch.randn(batch.mask.shape, generator=g).masked_fill(~batch.mask, NAN)
+    spoilt = tuple(batch.mask.nonzero()[1].tolist())
+    d_logps[spoilt] = 0.0
+    hidden = batch.hidden.index_put([torch.tensor(i) for i in spoilt], torch.tensor(NAN))
+    hidden = hidden.detach().requires_grad_()
+    logps = linear_logprobs(hidden, batch.weight.detach(), batch.targets, batch.mask).logps
+    logps.backward(d_logps)
+    exact = batch.hidden.detach().nan_to_num().double().requires_grad_()
+    args = exact, batch.weight.detach().double(), batch.targets, batch.mask
+    (reference.linear_logprobs(*args).logps * d_logps.nan_to_num()).sum().backward()
+    assert (hidden.grad[~batch.mask] == 0).all() and (hidden.grad[spoilt] == 0).all()
+    assert exact.grad.norm() > 0 and relative_error(hidden.grad, exact.grad) <= 2e-5
+
+
 # Between a call and its backward: forwards over the head in all, and arguments of the call.
 KEPT = {
     "one backward": (1, {}),
