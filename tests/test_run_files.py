@@ -1,13 +1,15 @@
 """Files of a run besides its rows, and its lines in the terminal."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from grpo_kernels.explain.records import read_rows
 from grpo_kernels.training import Metric, TrainingConfig
+from grpo_kernels.training.checks import check_folder
 from grpo_kernels.training.run.observers import print_above, sample_table
-from tests.helpers.trainer_runs import rows_of
+from tests.helpers.trainer_runs import config_of, rows_of
 
 
 @pytest.mark.usefixtures("real_memory")
@@ -58,3 +60,12 @@ def test_the_terminal_gets_no_control_characters(capsys):
     assert all(c.isprintable() for c in text.replace("\n", ""))
     print_above("one\x1b[2J\ntwo")
     assert capsys.readouterr().out == "one\\x1b[2J\ntwo\n"
+
+
+@pytest.mark.parametrize("mode", (None, 0o500), ids=("a file", "closed"))
+def test_a_folder_that_cannot_be_written_to_is_refused(mode, tmp_path, monkeypatch):
+    taken = tmp_path / "taken"
+    taken.touch() if mode is None else taken.mkdir(mode)
+    monkeypatch.setattr("os.access", lambda path, _: Path(path).stat().st_mode & 0o200 > 0)
+    with pytest.raises(PermissionError, match=r"output: .*taken is not a folder that can be writ"):
+        check_folder(config_of("m", taken / "run"))
