@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from grpo_kernels.explain.records import read_rows
+from grpo_kernels.explain.records import read_rows, read_values
 from grpo_kernels.training import Metric, TrainingConfig
 from grpo_kernels.training.checks import check_folder
+from grpo_kernels.training.run import about
 from grpo_kernels.training.run.observers import print_above, sample_table
 from tests.helpers.trainer_runs import config_of, rows_of
 
@@ -69,3 +71,15 @@ def test_a_folder_that_cannot_be_written_to_is_refused(mode, tmp_path, monkeypat
     monkeypatch.setattr("os.access", lambda path, _: Path(path).stat().st_mode & 0o200 > 0)
     with pytest.raises(PermissionError, match=r"output: .*taken is not a folder that can be writ"):
         check_folder(config_of("m", taken / "run"))
+
+
+def test_devices_have_names(monkeypatch):
+    """Apple's module has none; a CPU's has its threads."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert about._name_of(torch.device("mps")) == "mps"
+    assert about._name_of(torch.device("cpu")).endswith(", 2 threads")
+
+
+def test_a_damaged_file_of_values_has_none(tmp_path):
+    (tmp_path / "about.json").write_text("{")
+    assert read_values(tmp_path / "about.json") == read_values(tmp_path / "missing.json") == {}
