@@ -129,6 +129,22 @@ def test_the_module_is_the_call(objective, monkeypatch):
         assert gradient.norm() > 0 and torch.equal(actual.gradients[name], gradient), name
 
 
+def test_the_module_with_advantages_of_1_is_the_mean_cross_entropy():
+    batch = make_batch()
+    leaves = [[x.clone().requires_grad_() for x in (batch.hidden, batch.weight)] for _ in range(2)]
+    (hidden, weight), (h, w) = leaves
+    logits = torch.where(batch.mask[..., None], h, 0.0) @ w.T
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+    grpo = FusedGRPOLoss(GRPOLossConfig(loss_type="reinforce"))
+    ones = torch.ones(batch.mask.shape)
+    loss = grpo(hidden, weight, batch.targets, ones, batch.targets != -100).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for one, other in ((hidden, h), (weight, w)):
+        assert other.grad.norm() > 0 and relative_error(one.grad, other.grad) < 2e-5
+
+
 def test_the_module_shows_its_options():
     changed = FusedGRPOLoss(GRPOLossConfig(beta=0.04), Execution(backend="torch"))
     assert repr(changed) == "FusedGRPOLoss(beta=0.04, backend='torch')"
