@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from .base.outputs import DistillationOutput, GRPOLossOutput, LogprobOutput
 from .base.sequences import completion_mask, gather_tokens
-from .fused_grpo_loss import fused_grpo_loss
+from .fused_grpo_loss import FusedGRPOLoss, fused_grpo_loss
 from .head.execution import Execution
 from .head.linear_logprobs import linear_logprobs
 from .head.lm_head import LMHead, Reference, Support, VocabRanks
@@ -25,6 +25,7 @@ __version__ = "0.3.0.dev0"
 __all__ = [
     "DistillationOutput",
     "Execution",
+    "FusedGRPOLoss",
     "GRPOLossConfig",
     "GRPOLossOutput",
     "LMHead",

@@ -27,12 +27,12 @@ them is differentiated.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .base.autograd import (
     eager_under_compile,
@@ -44,7 +44,7 @@ from .base.autograd import (
 from .base.checks import suggests_names
 from .base.outputs import GRPOLossOutput
 from .head.call import head_call
-from .head.execution import Execution
+from .head.execution import Execution, check_execution
 from .head.linear_logprobs import compute_logprobs
 from .head.lm_head import LMHead, Reference, Support
 from .head.plan import GradMode, call_of_reference, local_head, plan_head, reference_logps
@@ -52,7 +52,7 @@ from .kernels import StatGrads
 from .kernels.divergences import ReverseKL
 from .loss.config import GRPOLossConfig
 from .loss.grpo_loss import d_kl, flat_loss, policy_loss_and_grads
-from .loss.inputs import loss_inputs, tokens_in_loss
+from .loss.inputs import check_config, loss_inputs, tokens_in_loss
 from .loss.metrics import metrics_of_call
 from .loss.objective import token_local
 from .loss.tokens import Tokens
@@ -201,6 +201,54 @@ def fused_grpo_loss(
         None if ref_logps is None else ref_logps.reshape(shape),
         None if kl is None else kl.detach().reshape(shape),
     )
+
+
+class FusedGRPOLoss(nn.Module):
+    """The call of `fused_grpo_loss` as a module; it has no parameters.
+
+        grpo = FusedGRPOLoss(GRPOLossConfig(loss_type="grpo", beta=0.04))
+        out = grpo(hidden, model.lm_head.weight, targets, advantages, mask, ref_logps=ref)
+        out.loss.backward()
+
+    A call takes all other arguments of `fused_grpo_loss` under the same names.
+
+    Args:
+        config: the loss to compute.
+        execution: backend, memory and reproducibility.
+
+    Raises:
+        TypeError, ValueError: as `fused_grpo_loss`; `config` or `execution` passed to a call.
+    """
+
+    @suggests_names
+    def __init__(
+        self,
+        config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
+        execution: Execution = Execution(),  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__()
+        check_config(config)
+        self.config, self.execution = config, check_execution(execution)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        head: Tensor | LMHead,
+        targets: Tensor,
+        advantages: Tensor,
+        mask: Tensor | None = None,
+        **tensors: Any,
+    ) -> GRPOLossOutput:
+        """Computes the loss and its gradients: see `fused_grpo_loss`."""
+        for name in ("config", "execution"):
+            if name in tensors:
+                raise TypeError(f"{name}: a call takes none: pass it to FusedGRPOLoss({name}=...)")
+        how: dict[str, Any] = {"config": self.config, "execution": self.execution}
+        return fused_grpo_loss(hidden, head, targets, advantages, mask, **tensors, **how)
+
+    def extra_repr(self) -> str:
+        values = [(f, getattr(x, f.name)) for x in (self.config, self.execution) for f in fields(x)]
+        return ", ".join(f"{f.name}={value!r}" for f, value in values if value != f.default)
 
 
 class _OnePass(torch.autograd.Function):

@@ -11,6 +11,7 @@ from tests.helpers.tiers import cases
 
 H, V = 48, 1003
 CONFIG = GRPOLossConfig(entropy_coef=0.1, beta=0.1)
+MODULE = grpo_kernels.FusedGRPOLoss(CONFIG)
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +28,11 @@ def grpo(h, weight, b):
         h, LMHead(weight, temperature=0.7), b.targets, b.advantages, b.mask,
         ref_logps=b.ref_logps, config=CONFIG,
     ).loss  # fmt: skip
+
+
+def module(h, weight, b):
+    head = LMHead(weight, temperature=0.7)
+    return MODULE(h, head, b.targets, b.advantages, b.mask, ref_logps=b.ref_logps).loss
 
 
 def logprobs(h, weight, b):
@@ -48,6 +54,7 @@ def log_softmax(h, weight, b):
 # By the first call in it: a loss of hidden states.
 LOSSES = {
     "fused_grpo_loss": grpo,
+    "FusedGRPOLoss": module,
     "linear_logprobs": logprobs,
     "fused_distillation_loss": distillation,
     "selective_log_softmax": log_softmax,

@@ -1,13 +1,15 @@
 """`fused_grpo_loss` where it is delicate: rounding, rows; options: `test_pairs.py`."""
 
+import pickle
 import warnings
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import grpo_kernels
 from benchmarks.workloads import make
-from grpo_kernels import Execution, fused_grpo_loss
+from grpo_kernels import Execution, FusedGRPOLoss, GRPOLossConfig, fused_grpo_loss
 from tests.helpers.batches import (
     NAN,
     OBJECTIVES,
@@ -106,6 +108,47 @@ def test_a_call_waits_once_for_a_gpu():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sum("synchronizing" in str(x.message) for x in caught) == 1
+
+
+@pytest.mark.parametrize("objective", ("kl_old_delta", "gspo", "everything"))
+def test_the_module_is_the_call(objective, monkeypatch):
+    """Also after a copy to another process: in one pass, in two, and on packed tokens."""
+    batch, options, used = packed(make_batch()), objective_options(objective), []
+    options["execution"] = Execution(chunk_bytes=4 * 1003 * 5)
+    expected = run_fused(batch, exact=False, **options)
+
+    def by_module(*args, config, execution, **tensors):
+        used.append(pickle.loads(pickle.dumps(FusedGRPOLoss(config, execution))))
+        return used[-1](*args, **tensors)
+
+    monkeypatch.setattr(grpo_kernels, "fused_grpo_loss", by_module)
+    actual = expect_equal(batch, options)
+    assert used[0].config == options["config"] and used[0].execution == options["execution"]
+    assert not used[0].state_dict() and actual.loss == expected.loss
+    for name, gradient in expected.gradients.items():
+        assert gradient.norm() > 0 and torch.equal(actual.gradients[name], gradient), name
+
+
+def test_the_module_with_advantages_of_1_is_the_mean_cross_entropy():
+    batch = make_batch()
+    leaves = [[x.clone().requires_grad_() for x in (batch.hidden, batch.weight)] for _ in range(2)]
+    (hidden, weight), (h, w) = leaves
+    logits = torch.where(batch.mask[..., None], h, 0.0) @ w.T
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+    grpo = FusedGRPOLoss(GRPOLossConfig(loss_type="reinforce"))
+    ones = torch.ones(batch.mask.shape)
+    loss = grpo(hidden, weight, batch.targets, ones, batch.targets != -100).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for one, other in ((hidden, h), (weight, w)):
+        assert other.grad.norm() > 0 and relative_error(one.grad, other.grad) < 2e-5
+
+
+def test_the_module_shows_its_options():
+    changed = FusedGRPOLoss(GRPOLossConfig(beta=0.04), Execution(backend="torch"))
+    assert repr(changed) == "FusedGRPOLoss(beta=0.04, backend='torch')"
+    assert repr(FusedGRPOLoss()) == "FusedGRPOLoss()"
 
 
 def test_advantages_per_token():

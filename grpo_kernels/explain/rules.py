@@ -85,7 +85,7 @@ QUESTIONS: dict[str, tuple[Rule, ...]] = {
              "learning_rate"),
         Rule("entropy_low", "stop", WINDOW, signs.entropy_low, "TRL #6140",
              "Entropy is below 0.05, and below a fifth of its first value",
-             "Completions of a group become alike, and so do their rewards",
+             "Entropy collapses: completions of a group become alike, and so do their rewards",
              "Lower learning_rate, raise temperature, epsilon_high or entropy_coef"),
     ),
     "Clip ratio 0?": (

@@ -283,6 +283,12 @@ OF_OTHER_CALLS = [
         ("token_ids: expected shape [B, T]; got [3]", {"token_ids": IDS[0]}),
         ("end_ids: expected an int, or several; got True", {"end_ids": True}),
         ("end_ids: expected a tensor on cpu; got one on meta", {"end_ids": META[0].long()})),
+    *table(grpo_kernels.FusedGRPOLoss,
+        ("config: expected a GRPOLossConfig; got float", {"config": 0.04}),
+        ("execution: expected an Execution; got 1024", {"execution": 1024})),
+    *table(partial(grpo_kernels.FusedGRPOLoss(), HIDDEN, WEIGHT, IDS, torch.ones(B)),
+        ("config: a call takes none: pass it to FusedGRPOLoss(config=...)", {"config": 1}),
+        ("fused_grpo_loss...'beta': pass config=GRPOLossConfig(beta=...)", {"beta": 0.04})),
     *table(partial(grpo_kernels.check_sampler, TWO, logps_fp32=TWO, logps_model=TWO),
         ("logps_model: expected shape [2]; got [3]", {"logps_model": torch.zeros(3)}),
         ("mask, sampling_logps: expected a token that counts; got none", {"mask": TWO}),
@@ -342,6 +348,7 @@ UNKNOWN = (
     ("fused_grpo_loss", "old_logp", "did you mean old_logps?"),
     ("grpo_loss", "temperature", "pass LMHead(weight, temperature=...) as the head of a call"),
     ("TrainingConfig", "fp16", "set dtype to mixed, "),
+    ("FusedGRPOLoss", "loss_type", "pass config=GRPOLossConfig(loss_type=...)"),
     ("GRPOLossConfig", "kl_clmp", "did you mean kl_clamp or dual_clip?"),
 )
 OF_KEYWORDS = [
