@@ -238,7 +238,7 @@ def test_links_of_the_site_lead_to_its_files_or_the_repository_s(site):
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_lists_in_lists_are_indented_by_four(page):
-    """As the site reads them; GitHub takes fewer spaces, too."""
+    """The site needs four spaces; GitHub takes fewer, too."""
     assert re.findall(r"^ {1,3}(?:[-*]|\d+\.) .*", TEXTS[page], re.M) == []
 
 
