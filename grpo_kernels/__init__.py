@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .loss.distillation import topk_kl
     from .sampler_check import SamplerCheck, check_sampler
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.4.0.dev0"
 
 __all__ = [
     "DistillationOutput",

@@ -1,13 +1,18 @@
 """The docs' code runs, their tables say what the code does, and their links lead somewhere."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
 
+import grpo_kernels
 from benchmarks import chart
 from grpo_kernels.base.checks import version_numbers
 from grpo_kernels.integrations import private
@@ -173,3 +178,88 @@ def test_every_metric_is_explained():
     batch = with_cross_entropy(make_batch())
     named = {name for call in calls for name in run_fused(batch, exact=False, **call).metrics}
     assert named == explained
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site, as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+class Html(HTMLParser):
+    """Ids of a page, and what it links or shows."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.ids, self.targets = set(), set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.ids.add(values.get("id"))
+        self.targets |= {values[name] for name in ("href", "src") if values.get(name)}
+
+
+def test_the_site_has_every_public_name(site):
+    ids = Html(site / "reference" / "index.html").ids
+    modules = re.findall("^## (.*)$", TEXTS[Path("docs/reference.md")], re.M)
+    # Its module has the name of this function, too.
+    names = {*grpo_kernels.__all__, "fused_grpo_loss.fused_grpo_loss"} - {"fused_grpo_loss"}
+    assert {f"grpo_kernels.{name}" for name in names} <= ids
+    assert [name for name in modules if not any(str(x).startswith(f"{name}.") for x in ids)] == []
+
+
+def test_links_of_the_site_lead_to_its_files_or_the_repository_s(site):
+    """Pages of docs/, others that are on the site, and files that are not."""
+    (address,) = re.findall("^repo_url: (.*)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    repository = f"{address}/blob/main/"
+    seen = set()
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":  # whose links are from the root of the server
+            continue
+        for target in Html(page).targets:
+            path = target.partition("#")[0].partition("?")[0]
+            if path.startswith(repository):
+                seen.add(path.removeprefix(repository))
+            elif path and "://" not in path:
+                assert (page.parent / path).exists(), f"{page.relative_to(site)}: {target}"
+    assert {"benchmarks/LOG.md", "examples/distill.py"} <= seen
+    assert [path for path in seen if not (ROOT / path).exists()] == []
+    assert not [path for path in seen if path.startswith("docs/") or path == "CHANGELOG.md"]
+    front, page = Html(site / "index.html").targets, Html(site / "explain" / "index.html").targets
+    for theme in ("light", "dark"):
+        assert f"explain-{theme}.png#only-{theme}" in front
+        assert f"../explain-{theme}.png#only-{theme}" in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_lists_in_lists_are_indented_by_four(page):
+    """The site needs four spaces; GitHub takes fewer, too."""
+    assert re.findall(r"^ {1,3}(?:[-*]|\d+\.) .*", TEXTS[page], re.M) == []
+
+
+def test_one_command_puts_the_owner_into_every_address(tmp_path):
+    """Names of datasets, OWNER/NAME, stay; so does what an owner has put in before."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    before = {}
+    for name in filter(None, os.fsdecode(listed.stdout).split("\0")):
+        if b"OWNER" in (content := (ROOT / name).read_bytes()) or name == "mkdocs.yml":
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(content)
+            before[name] = content.decode()
+    commands = re.findall(r"^git grep .*", TEXTS[Path("docs/release.md")], re.M)
+    for command in ("git init -q", "git add .", *commands):
+        subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True)
+    for name, text in before.items():
+        after = (tmp_path / name).read_text()
+        assert re.findall(r"OWNER[/.](?!NAME\b).*", after) == [], name
+        assert after.count("OWNER/NAME") == text.count("OWNER/NAME"), name
+        assert after == text or "octocat" in after
+    assert any("OWNER/NAME" in text for text in before.values())
+    for address in (r"://([\w-]+)\.github\.io/grpo_kernels", r"github\.com/([\w-]+)/grpo_kernels"):
+        (owner,) = re.findall(address, (tmp_path / "mkdocs.yml").read_text())
+        assert owner != "OWNER"

@@ -65,7 +65,15 @@ def test_contents(wheel, tmp_path):
     }  # fmt: skip
     # As `twine check --strict` does, which brings twenty packages.
     metadata = Metadata.from_email(text, validate=True)
-    assert metadata.description == (ROOT / "README.md").read_text()
+    shown, main = (
+        metadata.description,
+        r"https://github\.com/[\w-]+/grpo_kernels/(?:blob|raw)/main/",
+    )
+    paths = re.findall(rf'{main}([^)#"]*)', shown)
+    assert len(paths) > 10 and [path for path in paths if not (ROOT / path).exists()] == []
+    assert re.findall(r'\]\((?!https://|#).*?\)|src(?:set)?="(?!https://).*?"', shown) == []
+    texts = [re.sub(main, "", text) for text in (shown, (ROOT / "README.md").read_text())]
+    assert texts[0] == texts[1]
     about = f"grpo_kernels-{__version__}.dist-info/"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
