@@ -6,14 +6,19 @@ import os
 import re
 from html import unescape
 
+import datasets
+import nbclient
 import nbformat
 import pytest
+from datasets import Dataset, DatasetDict
 
 from examples.demo_model import model_path
+from grpo_kernels.training import memory, parse_config
 from tests.helpers.ranks import ROOT
+from tests.test_memory import shape_of
 
 pytest.importorskip("trl", reason="needs the extra 'peers'")
-nbclient = pytest.importorskip("nbclient", reason="needs the extra 'test'")
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 PATH = ROOT / "examples" / "grpo_t4.ipynb"
 SMALL = {
@@ -30,6 +35,61 @@ def test_it_is_stored_without_outputs():
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     assert len(code) > 10
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+
+
+def source_of(cell):
+    (source,) = (x["source"] for x in json.loads(PATH.read_text())["cells"] if x["id"] == cell)
+    return "".join(source)
+
+
+def test_its_settings_and_links_exist():
+    """Each setting that the run below replaces is read; each file of the repository is there."""
+    assert set(SMALL) | {"MODEL"} <= set(re.findall(r'setting\("(\w+)"', source_of("settings")))
+    links = re.findall(r"github\.com/OWNER/grpo_kernels/\w+/main/([\w./-]+)", PATH.read_text())
+    links += re.findall(r"/github/OWNER/grpo_kernels/blob/main/([\w./-]+)", PATH.read_text())
+    assert len(links) > 5 and all((ROOT / link).exists() for link in links)
+
+
+@pytest.mark.nightly
+def test_its_memory_and_minutes_are_those_of_the_forecast():
+    settings = {}
+    exec(source_of("settings"), settings)
+    config = parse_config(
+        [], model=settings["MODEL"], dataset="d", lora_rank=16, gradient_checkpointing=True,
+        steps=settings["STEPS"], prompts_per_step=settings["PROMPTS"],
+        num_generations=settings["COMPLETIONS"], micro_batch_size=settings["MICRO_BATCH"],
+        max_completion_length=settings["TOKENS"], max_prompt_length=320,
+    )  # fmt: skip
+    expected = memory.predict(config, shape_of(config.model), card=memory.CARDS["t4"])
+    seconds = expected.work.seconds(memory.CARDS["t4"])
+    minutes = [config.steps * x / 60 for x in (sum(seconds.values()), seconds["sampling"])]
+    gib, total, sampling = re.search(
+        r"peak of (\S+) of its 15 GiB, and at least (\d+) minutes for 100 steps, (\d+) of them",
+        source_of("trainer-text"),
+    ).groups()
+    assert float(gib) == pytest.approx(expected.peak / 2**30, abs=0.06)
+    assert [int(total), int(sampling)] == [int(x) for x in minutes]
+
+
+def test_rows_of_gsm8k_and_answers(monkeypatch):
+    """GSM8K's columns become a prompt and a number; a number alone between tags is an answer."""
+    rows = [{"question": f"{i}?", "answer": f"So <<1+1=2>>2.\n#### {i},000"} for i in range(1, 9)]
+    splits = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows)}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name: DatasetDict(splits))
+    cells = {"DATA": "openai/gsm8k", "HELD_OUT": 3}
+    exec(source_of("data"), cells)
+    assert len(cells["train"]) == 8 and len(cells["held_out"]) == 3
+    (first, *_) = cells["train"]
+    assert first.keys() == {"prompt", "answer"} and first["answer"] == "1000"
+    assert first["prompt"][-1] == {"role": "user", "content": "1?"}
+    exec(source_of("rewards"), cells)
+    texts = ["<answer>1,000</answer>", "<answer> 1000\n</answer>", "<answer>$1000</answer>",
+             "<answer>-1000</answer>", "<answer>1000", "1000"]  # fmt: skip
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    by_name = {"completions": completions, "answer": ["1000"] * 6, "prompts": None}
+    assert cells["right"](**by_name) == [1, 1, 0, 0, 0, 0]
+    assert cells["tags"](**by_name) == [0.2, 0.2, 0.2, 0.2, 0.1, 0]
+    assert cells["number"](**by_name) == [0.2, 0.2, 0, 0.2, 0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +113,7 @@ def outputs(folder):
 
 
 def text_of(outputs):
-    """What a cell printed."""
+    """Text that a cell printed."""
     return "".join(x.text for x in outputs if x.output_type == "stream" and x.name == "stdout")
 
 
@@ -114,10 +174,3 @@ def test_a_step_is_explained_in_the_notebook(outputs, folder):
     assert sorted(path.name for path in pages.glob("*.html")) == [
         f"step-00000{step}.html" for step in (1, 2, 3)
     ]
-
-
-def test_the_settings_are_those_of_the_environment():
-    """Each one that the test sets is one that the notebook reads."""
-    (settings,) = (x for x in json.loads(PATH.read_text())["cells"] if x["id"] == "settings")
-    read = re.findall(r'setting\("(\w+)"', "".join(settings["source"]))
-    assert set(SMALL) | {"MODEL"} <= set(read)
