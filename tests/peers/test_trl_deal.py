@@ -9,6 +9,9 @@ import pytest
 import torch
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from peft import LoraConfig
 from trl import GRPOTrainer
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, deal
@@ -30,6 +33,37 @@ def test_steps_without_anything_to_learn(tmp_path):
     norms = steps_of(expected[1], "grad_norm")
     assert 0 in norms and max(norms) > 0.01
     assert_same_updates(actual, expected, tolerance=1e-5)
+
+
+def test_fp16_with_a_scaled_loss(tmp_path, monkeypatch):
+    """Adapters in float32, as on a GPU without bf16; some steps have nothing to learn.
+
+    accelerate has neither autocast nor a scaled loss for fp16 on a CPU, so this adds them.
+    """
+    options = {
+        "peft_config": LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear"),
+        "share": 0.6, "gradient_accumulation_steps": 1, "max_steps": 6,
+        "gradient_checkpointing": True, **SKIP,
+    }  # fmt: skip
+    expected = run(FusedGRPOTrainer, tmp_path / "fp32", **options)
+    init, scalers = Accelerator.__init__, []
+
+    def on_a_gpu(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.native_amp, self.scaler = True, torch.amp.GradScaler("cpu", 2.0**8)
+        scalers.append(self.scaler)
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setattr(Accelerator, "__init__", on_a_gpu)
+    actual = run(FusedGRPOTrainer, tmp_path / "fp16", fp16=True, **options)
+    assert scalers[0].get_scale() == 2**8  # no step was skipped
+    norms, expected_norms = (steps_of(x[1], "grad_norm") for x in (actual, expected))
+    assert 0 in expected_norms and max(expected_norms) > 0.01
+    # fp16 rounds, so some digits differ.
+    assert norms != expected_norms == pytest.approx(norms, rel=1e-2)
+    for name, weight in expected[2].items():
+        assert weight.dtype == actual[2][name].dtype == torch.float32
+        torch.testing.assert_close(actual[2][name], weight, msg=name, rtol=0, atol=1e-4)
 
 
 def test_kept_sets_are_dealt_with_their_completions(tmp_path):
