@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     config = parse_config(
         argv, model=MODEL, output="runs/custom-reward", dataset="questions", steps=20,
         num_generations=8, prompts_per_step=4, max_completion_length=24, learning_rate=1e-5,
-        rewards=["brief", "full_stop"], reward_weights=[1.0, 0.5], save_model=False,
+        rewards=["brief", "full_stop"], reward_weights=[1.0, 0.5], save_every=-1, save_model=False,
     ).in_new_folder()  # fmt: skip
     problems = [
         {

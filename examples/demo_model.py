@@ -53,16 +53,22 @@ def freeze_lower_half(model: Any) -> None:
 
 def cache_folder() -> Path:
     """The folder that the model is kept in."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "grpo_kernels" / MODEL
 
 
 def model_path() -> Path:
     """Returns a folder for `from_pretrained`, made from the package's GGUF file the first time."""
     folder = cache_folder()
-    if folder.exists():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.expanduser().parent.mkdir(parents=True, exist_ok=True)  # raises without a home
+        if folder.exists():
+            return folder
+    except (OSError, RuntimeError) as error:
+        raise OSError(
+            f"{MODEL} has no folder to be kept in ({error}): set XDG_CACHE_HOME to a folder that "
+            "can be written to"
+        ) from error
     with FileLock(f"{folder}.lock"):  # of several processes one converts
         if not folder.exists():
             note = f"Converting {MODEL} to {folder} (once, about half a minute)"

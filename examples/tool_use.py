@@ -100,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     config = parse_config(
         argv, model=MODEL, output="runs/tool-use", dataset="products", rewards=["answer"], steps=12,
         stop=["</answer>"], prompts_per_step=4, num_generations=8, max_completion_length=48,
-        micro_batch_size=32, learning_rate=5e-6, train_size=400, eval_size=100, save_model=False,
+        micro_batch_size=32, learning_rate=5e-6, train_size=400, eval_size=100,
+        save_every=-1, save_model=False,
     ).in_new_folder()  # fmt: skip
     with user_errors(argv):
         config = resolved(config)

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         argv, model=MODEL, output="runs/demo", dataset="problems:additions",
         rewards=["problems:addition"], steps=30, prompts_per_step=4, num_generations=8,
         max_completion_length=16, eval_size=27, micro_batch_size=32, learning_rate=2e-5, beta=0.01,
-        show_every=5, save_model=False,
+        show_every=5, save_every=-1, save_model=False,
     ).in_new_folder()  # fmt: skip
     with user_errors(argv):
         trainer = Trainer.from_config(resolved(config), load=load_model)
