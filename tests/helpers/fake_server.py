@@ -1,6 +1,6 @@
 """An HTTP server that answers as `vllm serve` does, by a model of transformers.
 
-The fields are those of vLLM 0.32's answers; `tests/vllm` compares them with a real server's.
+Of vLLM's answers it has the fields that a teacher's scores are read from.
 """
 
 import base64
@@ -14,12 +14,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-MODEL = {
-    "id": "teacher", "object": "model", "created": 0, "owned_by": "vllm", "root": "teacher",
-    "parent": None, "max_model_len": 512, "permission": [],
-}  # fmt: skip
-USAGE = {"prompt_tokens": 0, "total_tokens": 0, "completion_tokens": 0}
-
 
 class Teacher:
     """The model. `asked` are the requests, `change` may change an answer."""
@@ -27,32 +21,20 @@ class Teacher:
     def __init__(self, folder):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.asked, self.change, self.status = [], lambda path, answer: answer, 200
+        self.asked, self.change, self.status = [], lambda answer: answer, 200
 
     def answer(self, path, body):
         self.asked.append((path, body))
-        if path == "/v1/models":
-            return {"object": "list", "data": [MODEL]}
-        assert body["model"] == MODEL["id"]
         if path == "/tokenize":
-            tokens = self.tokenizer(body["prompt"]).input_ids
-            return {
-                "count": len(tokens), "max_model_len": 512, "tokens": tokens, "token_strs": None
-            }  # fmt: skip
+            return {"tokens": self.tokenizer(body["prompt"]).input_ids}
         if path == "/v1/completions":
-            choices = [
-                {"index": i, "text": "", "logprobs": None, "finish_reason": "length",
-                 "stop_reason": None, "token_ids": None, "prompt_token_ids": None,
-                 "prompt_logprobs": self.prompt_logprobs(ids, body["prompt_logprobs"])}
-                for i, ids in enumerate(body["prompt"])
-            ]  # fmt: skip
-            return {
-                "id": "cmpl-0", "object": "text_completion", "created": 0, "model": MODEL["id"],
-                "choices": choices, "usage": USAGE,
-            }  # fmt: skip
+            top = body["prompt_logprobs"]
+            rows = [self.prompt_logprobs(ids, top) for ids in body["prompt"]]
+            choices = [{"index": i, "prompt_logprobs": x} for i, x in enumerate(rows)]
+            return {"choices": choices[::-1]}
         assert path == "/inference/v1/generate"
         rows = self.prompt_token_id_logprobs(body["token_ids"], body["sampling_params"])
-        return {"request_id": "0", "choices": [], "prompt_token_id_logprobs": encoded(rows)}
+        return {"prompt_token_id_logprobs": encoded(rows)}
 
     @torch.no_grad()
     def logps(self, ids):
@@ -62,12 +44,8 @@ class Teacher:
     def prompt_logprobs(self, ids, top):
         rows = [None]
         for token, logps in zip(ids[1:], self.logps(ids)[:-1], strict=True):
-            order = logps.argsort(descending=True).tolist()
-            rows.append({
-                str(i): {"logprob": float(logps[i]), "rank": order.index(i) + 1,
-                         "decoded_token": self.tokenizer.decode(i)}
-                for i in (token, *order[:top])
-            })  # fmt: skip
+            likeliest = logps.topk(top).indices.tolist()
+            rows.append({str(i): {"logprob": float(logps[i])} for i in (token, *likeliest)})
         return rows
 
     def prompt_token_id_logprobs(self, ids, sampling):
@@ -84,19 +62,19 @@ def encoded(array):
         return base64.b64encode(buffer.getvalue()).decode()
 
 
+def decoded(text):
+    """The array of `encoded`."""
+    return np.load(io.BytesIO(base64.b64decode(text)))
+
+
 @contextmanager
 def serving(teacher):
     """The address of a server that asks `teacher.answer`."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.reply(None)
-
         def do_POST(self):
-            self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def reply(self, body):
-            answer = teacher.change(self.path, teacher.answer(self.path, body))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = teacher.change(teacher.answer(self.path, body))
             self.send_response(teacher.status)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
@@ -104,7 +82,10 @@ def serving(teacher):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128
+
+    server = Server(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
