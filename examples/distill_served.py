@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_kernels import linear_logprobs, topk_kl
 
 Ids = Sequence[list[int]]
-Scores = Sequence[dict[int, float]]  # for each token, log-probs by id
+Scores = list[dict[int, float]]  # for each token, log-probs by id
 START = (
     "Start the teacher by `vllm serve TEACHER --max-logprobs K`, K as in --top, and pass its "
     "address as --server. --ids student needs vLLM 0.32 or newer on a GPU, and --enable-scale-out."
@@ -69,7 +69,8 @@ def likeliest_of_teacher(address: str, top: int, prompts: Ids, completions: Ids)
     """The likeliest ids of each of the completions' N tokens: `top`, or one more."""
     both = [a + b for a, b in zip(prompts, completions, strict=True)]
     answer = ask(address, "/v1/completions", prompt=both, max_tokens=1, prompt_logprobs=top)
-    choices, scores = sorted(answer["choices"], key=lambda x: x["index"]), []
+    choices = sorted(answer["choices"], key=lambda x: x["index"])
+    scores: Scores = []
     for choice, completion in zip(choices, completions, strict=True):
         # None for the prompt's first token; for each other one a dict of the likeliest ids and of
         # the token itself, whether or not it is among them.
@@ -132,9 +133,8 @@ def as_tensors(scores: Scores) -> tuple[Tensor, Tensor]:
 def states_of(model: Any, prompts: Ids, completions: Ids) -> Tensor:
     """The hidden states `[N, H]` that predict the completions' N tokens."""
     both = [torch.tensor(a + b) for a, b in zip(prompts, completions, strict=True)]
-    attention = pad_sequence([torch.ones_like(x) for x in both], True).to(model.device)
-    ids = pad_sequence(both, True).to(model.device)
-    states = model.base_model(ids, attention_mask=attention).last_hidden_state
+    # Padding is behind the tokens, which do not see it.
+    states = model.base_model(pad_sequence(both, True).to(model.device)).last_hidden_state
     starts, counts = ([len(x) for x in some] for some in (prompts, completions))
     return torch.cat([x[a - 1 : a - 1 + n] for x, a, n in zip(states, starts, counts, strict=True)])
 
@@ -194,9 +194,10 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     for step in range(1, args.steps + 1):
         start, direction = time.perf_counter(), "forward"
         if args.columns:
-            prompts, completions, scores = zip(*draw.choices(stored, k=BATCH), strict=True)
+            rows = draw.choices(stored, k=BATCH)
+            prompts, completions = [row[0] for row in rows], [row[1] for row in rows]
             states = states_of(student, prompts, completions)
-            ids, of_teacher = as_tensors([token for one in scores for token in one])
+            ids, of_teacher = as_tensors([token for row in rows for token in row[2]])
         else:
             batch = draw.choices(sums, k=BATCH)
             texts = [SUM.format(a, b) for a, b in batch]

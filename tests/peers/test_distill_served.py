@@ -330,9 +330,17 @@ def test_a_column_that_is_dropped(case, run, tmp_path):
 @pytest.mark.parametrize("ids", ("teacher", "student"))
 def test_the_kl_falls(ids, run, address, tiny_model, tmp_path):
     """From 0 if the student is the teacher, and to less if it is not."""
+    directions, kl_of = set(), run["kl_of"]
+
+    def spy(*args):
+        directions.add(args[-1])
+        return kl_of(*args)
+
+    run["main"].__globals__["kl_of"] = spy
     options = ["--server", address, "--ids", ids, "--top", "8"]
     (start,) = run["main"]([*options, "--model", str(tiny_model), "--steps", "1"])
     assert abs(start) < 1e-6
     history = run["main"]([*options, "--model", other_student(tiny_model, tmp_path),
                            "--steps", "12", "--learning-rate", "2e-3"])  # fmt: skip
     assert history[0] > 0.01 and sum(history[-3:]) < 0.6 * sum(history[:3])
+    assert directions == {"forward" if ids == "teacher" else "reverse"}

@@ -75,7 +75,7 @@ def distils_from_a_server(ids, *, model, folder):
     options = ["--model", str(model), "--steps", "5", "--learning-rate", "1e-3", "--ids", ids]
     with serving(Teacher(model)) as address:
         history = example("distill_served")["main"]([*options, "--server", address])
-    assert len(history) == 5 and 0 < history[-1] < 0.5 * history[0]
+    assert len(history) == 5 and 0 < history[-1] < 0.7 * history[0]
 
 
 def trains_by_trl(*, model, folder):
