@@ -71,7 +71,7 @@ def distils(signal, *, model, folder):
 
 
 def distils_from_a_server(ids, *, model, folder):
-    """As `distils`, with the teacher behind an address."""
+    """Runs one whose teacher is behind an address: the models come closer."""
     options = ["--model", str(model), "--steps", "5", "--learning-rate", "1e-3", "--ids", ids]
     with serving(Teacher(model)) as address:
         history = example("distill_served")["main"]([*options, "--server", address])

