@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import demo_model, train_gsm8k
 from grpo_kernels.training import parse_config
+from tests.helpers.fake_server import Teacher, serving
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_model, make_tokenizer
 
@@ -70,6 +71,14 @@ def distils(signal, *, model, folder):
     options = ["--model", str(model), "--steps", "15", "--learning-rate", "1e-3"]
     history = example("distill")["main"]([*options, "--signal", signal])
     assert len(history) == 15 and 0 < sum(history[-3:]) < 0.7 * sum(history[:3])
+
+
+def distils_from_a_server(ids, *, model, folder):
+    """Runs one whose teacher is behind an address: the models come closer."""
+    options = ["--model", str(model), "--steps", "5", "--learning-rate", "1e-3", "--ids", ids]
+    with serving(Teacher(model)) as address:
+        history = example("distill_served")["main"]([*options, "--server", address])
+    assert len(history) == 5 and 0 < history[-1] < 0.7 * history[0]
 
 
 def trains_by_trl(*, model, folder):
@@ -135,6 +144,10 @@ RUNS = {
     "tool_use": partial(trains, "tool_use", "--max_completion_length", "40"),
     "minimal_grpo": learns,
     **{f"distill, {signal}": partial(distils, signal) for signal in ("full", "top", "sampled")},
+    **{
+        f"distill_served, {ids}": partial(distils_from_a_server, ids)
+        for ids in ("teacher", "student")
+    },
     "trl_gsm8k": trains_by_trl,
     "qwen2.5-1.5b-lora-24gb-vllm": trains_by_a_recipe,
     "lightning_grpo": trains_by_lightning,
