@@ -123,6 +123,7 @@ def test_a_server_that_cannot_score_ids(run, demo_server):
         run["teacher_at"](demo_server, PROMPTS, COMPLETIONS, torch.zeros(4, 2, dtype=torch.long))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not scores_ids(), reason="no vLLM 0.32")
 def test_both_questions_have_the_models_log_probs(run, tmp_path):
     """The second model runner answers, in Triton's interpreter."""
