@@ -230,21 +230,12 @@ class FusedGRPOLoss(nn.Module):
         check_config(config)
         self.config, self.execution = config, check_execution(execution)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        head: Tensor | LMHead,
-        targets: Tensor,
-        advantages: Tensor,
-        mask: Tensor | None = None,
-        **tensors: Any,
-    ) -> GRPOLossOutput:
-        """Computes the loss and its gradients: see `fused_grpo_loss`."""
+    def forward(self, *args: Any, **tensors: Any) -> GRPOLossOutput:
+        """Calls `fused_grpo_loss(hidden, head, targets, advantages, mask, ...)`."""
         for name in ("config", "execution"):
             if name in tensors:
                 raise TypeError(f"{name}: a call takes none: pass it to FusedGRPOLoss({name}=...)")
-        how: dict[str, Any] = {"config": self.config, "execution": self.execution}
-        return fused_grpo_loss(hidden, head, targets, advantages, mask, **tensors, **how)
+        return fused_grpo_loss(*args, **tensors, config=self.config, execution=self.execution)
 
     def extra_repr(self) -> str:
         values = [(f, getattr(x, f.name)) for x in (self.config, self.execution) for f in fields(x)]

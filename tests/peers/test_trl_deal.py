@@ -60,7 +60,7 @@ def test_fp16_with_a_scaled_loss(tmp_path, monkeypatch):
     norms, expected_norms = (steps_of(x[1], "grad_norm") for x in (actual, expected))
     assert 0 in expected_norms and max(expected_norms) > 0.01
     # fp16 rounds, so some digits differ.
-    assert norms != expected_norms == pytest.approx(norms, rel=1e-2)
+    assert norms != expected_norms == pytest.approx(norms, rel=3e-2)
     for name, weight in expected[2].items():
         assert weight.dtype == actual[2][name].dtype == torch.float32
         torch.testing.assert_close(actual[2][name], weight, msg=name, rtol=0, atol=1e-4)

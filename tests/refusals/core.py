@@ -289,6 +289,8 @@ OF_OTHER_CALLS = [
     *table(partial(grpo_kernels.FusedGRPOLoss(), HIDDEN, WEIGHT, IDS, torch.ones(B)),
         ("config: a call takes none: pass it to FusedGRPOLoss(config=...)", {"config": 1}),
         ("fused_grpo_loss...'beta': pass config=GRPOLossConfig(beta=...)", {"beta": 0.04})),
+    *table(partial(grpo_kernels.FusedGRPOLoss(), HIDDEN, targets=IDS, advantages=torch.ones(B)),
+        ("fused_grpo_loss...'weight': pass head", {"weight": WEIGHT})),
     *table(partial(grpo_kernels.check_sampler, TWO, logps_fp32=TWO, logps_model=TWO),
         ("logps_model: expected shape [2]; got [3]", {"logps_model": torch.zeros(3)}),
         ("mask, sampling_logps: expected a token that counts; got none", {"mask": TWO}),
