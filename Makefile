@@ -96,7 +96,7 @@ docs: .venv/installed ## the site of docs/ and every public name, in build/docs
 # needed to read it. In a terminal pip shows hundreds of lines; these say what is installed. A .venv
 # that is half made, or made by uv, without pip, is completed by its own Python.
 .venv/installed: pyproject.toml $(CONSTRAINTS)
-	@echo "Installing into .venv/, once: 2.5 GB, some minutes; more if pip chooses PyTorch for GPUs."
+	@echo "Installing into .venv/, once: some minutes, 2.5 GB, or 6 with PyTorch for GPUs."
 	@$$(test -x $(RUN) && echo $(RUN) || echo "$(PYTHON)") -m venv .venv
 	@$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: rm -r .venv, then set PYTHON=")'
 	@echo "1 of 3: PyTorch and Triton"

@@ -135,7 +135,7 @@ def test_every_option_is_explained(capsys):
     words = " ".join(capsys.readouterr().out.split())
     assert "Weight of the KL to the reference policy" in words and "(type:" not in words
     # A name, its values, its text.
-    option = r"--(\w+)(?: X(?:, --\w+\+ X)?| \[X \.\.\.\]| \{.*?\}|, --no_\w+) "
+    option = r"--(\w+)(?: X(?:, --\w+\+ X)?|, --\w+\+ X| \[X \.\.\.\]| \{.*?\}|, --no_\w+) "
     _, *parts = re.split(option, words)
     explained = dict(zip(parts[::2], parts[1::2], strict=True))
     for name in Own.__dataclass_fields__:

@@ -81,8 +81,9 @@ def suggests_names(call: _T) -> _T:
                 raise
             from .hints import hint_for_keyword
 
-            hints = [f": {hint}" for hint in [hint_for_keyword(unknown[0], call)] if hint]
-            raise TypeError("".join([str(error), *hints])) from None
+            hint = hint_for_keyword(unknown[0], call)
+            said = str(error).split(". Did you mean")[0]  # Python's own hint, from 3.13 on
+            raise (TypeError(f"{said}: {hint}") if hint else error) from None
 
     if isinstance(call, type):
         call.__init__ = answering  # type: ignore[misc]

@@ -131,7 +131,7 @@ def log_of(name: str, text: str) -> None:
 
 FILES = [
     *table(line_of,
-        ("...recursion", {"line": "[" * 100_000}),
+        ("...while decoding a JSON array", {"line": "[" * 100_000}),
         ("expected an object; got [1]", {"line": "[1]"}),
         ("expected trainer_logprobs: a list; got 1", {"line": '{"trainer_logprobs": 1}'}),
         ("expected group: a whole number or", {"line": json.dumps({"tokens": ROW["tokens"]})}),
