@@ -374,7 +374,7 @@ def test_a_head_with_a_softcap_or_a_scale(family, ids, run, tmp_path):
 
 @pytest.mark.parametrize("ids", ("teacher", "student"))
 def test_a_step(ids, run, teacher, address, tiny_model, tmp_path):
-    """What is sampled, asked, averaged and clipped."""
+    """Samples, requests, the mean and the clipped gradient."""
     names, batches, samples, losses, norms = run["main"].__globals__, [], [], [], []
     sampler, kl_of = run["completions_of"], run["kl_of"]
 
