@@ -203,14 +203,15 @@ def rows(change):
     ]}  # fmt: skip
 
 
+ALL_IDS = {str(i): {"logprob": -9.0} for i in range(257)}
 UNSCORED = "has not scored the tokens"
 REFUSED = {
     "no prompt_logprobs": ("teacher", lambda x: {**x, "choices": [{"index": i} for i in range(6)]},
                            UNSCORED),
     "a choice too few": ("teacher", lambda x: {"choices": x["choices"][1:]}, UNSCORED),
     "other tokens": ("teacher", rows(lambda x: [{"0": {"logprob": -1.0}}] * len(x)), UNSCORED),
-    "a row too many": ("teacher", rows(lambda x: [*x, x[-1]]), UNSCORED),
-    "a row too few": ("teacher", rows(lambda x: x[:-1]), UNSCORED),
+    "a row too many": ("teacher", rows(lambda x: [None, *[ALL_IDS] * len(x)]), UNSCORED),
+    "a row too few": ("teacher", rows(lambda x: [None, *[ALL_IDS] * (len(x) - 2)]), UNSCORED),
     "logits": ("teacher", rows(lambda x: [None, *({i: {"logprob": 3.0} for i in row}
                                                   for row in x[1:])]), "add up to .*raw_logits"),
     "a sum above 1": ("student", lambda x: {"prompt_token_id_logprobs": encoded(
@@ -388,6 +389,9 @@ def test_a_step(ids, run, teacher, address, tiny_model, tmp_path):
         return tokens, mask
 
     def spied_kl_of(*args):
+        states, head, of_batch, *_ = args
+        likeliest = (states @ head.weight.T).topk(8).indices
+        assert torch.equal(of_batch, likeliest) == (ids == "student")
         losses.append((args[-1], 100 * kl_of(*args)))  # of gradients that are clipped
         return losses[-1][1]
 
