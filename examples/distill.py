@@ -50,7 +50,7 @@ HELD_OUT, SUMS = SUMS[:27], SUMS[27:]
 
 
 def loaded(path: str, learning_rate: float) -> tuple[Any, Any, torch.optim.Optimizer]:
-    """The tokenizer, the student on the GPU, if there is one, and its optimizer."""
+    """The tokenizer, the student (on the GPU if there is one), and its optimizer."""
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
