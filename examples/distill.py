@@ -14,6 +14,7 @@ questions. The student samples, the teacher scores these tokens, and the loss is
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import re
 import time
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_kernels import (
     GRPOLossConfig,
+    LMHead,
     Reference,
     Support,
     completion_mask,
@@ -34,12 +36,27 @@ from grpo_kernels import (
     linear_logprobs,
     topk_kl,
 )
+from grpo_kernels.integrations.hf_head import check_logits, head_of
+from grpo_kernels.reference import linear_logits
 
 Sums = Sequence[tuple[int, int]]
 SUM = "Question: What is {} + {}?\nAnswer:"
 SOLVED = ((2, 3), (6, 8), (4, 1), (9, 5), (3, 7))
 SHOWN = "".join(f"{SUM.format(a, b)} {a + b}\n\n" for a, b in SOLVED)
 BATCH, LENGTH, TOP = 32, 6, 16  # completions per step; their tokens; ids per token
+SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+random.Random(0).shuffle(SUMS)
+HELD_OUT, SUMS = SUMS[:27], SUMS[27:]
+
+
+def loaded(path: str, learning_rate: float) -> tuple[Any, Any, torch.optim.Optimizer]:
+    """The tokenizer, the student (on the GPU if there is one), and its optimizer."""
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    check_logits(model)  # refuses a model whose logits `head_of` does not describe
+    return tokenizer, model, torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.0)
 
 
 def completions_of(model: Any, tokenizer: Any, sums: Sums, sample: bool) -> tuple[Tensor, Tensor]:
@@ -66,12 +83,12 @@ def states_of(model: Any, tokenizer: Any, sums: Sums, tokens: Tensor, before: st
     return out.last_hidden_state[:, -tokens.shape[1] :]
 
 
-def loss_of(signal: str, states: Tensor, head: Tensor, teacher: Any, ids: Tensor) -> Tensor:
+def loss_of(signal: str, states: Tensor, head: LMHead, teacher: Any, ids: Tensor) -> Tensor:
     """The loss of student states `[N, H]` that predict the sampled `ids [N]`."""
     if signal == "full":
         return fused_distillation_loss(states, head, teacher, kind="reverse").loss
     if signal == "top":
-        of_teacher = (teacher.hidden @ teacher.head.T).log_softmax(-1)  # [N, V]
+        of_teacher = linear_logits(*teacher).log_softmax(-1)  # [N, V]
         of_top, likely = of_teacher.topk(TOP)
         top = Support(likely.flatten(), torch.arange(len(likely) + 1, device=ids.device) * TOP)
         logps = linear_logprobs(states, head, None, support=top, entries=True).logps
@@ -99,39 +116,30 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    student, teacher = (
-        AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).eval()
-        for _ in range(2)
-    )
-    student_head, teacher_head = (x.get_output_embeddings().weight for x in (student, teacher))
-    optimizer = torch.optim.AdamW(student.parameters(), lr=args.learning_rate, weight_decay=0.0)
-    sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-    random.Random(0).shuffle(sums)
-    held_out, sums, draw = sums[:27], sums[27:], random.Random(args.seed)
-    print(f"  0  held-out accuracy {accuracy(student, tokenizer, held_out):.0%}")
+    tokenizer, student, optimizer = loaded(args.model, args.learning_rate)
+    teacher, draw = copy.deepcopy(student), random.Random(args.seed)
+    print(f"  0  held-out accuracy {accuracy(student, tokenizer, HELD_OUT):.0%}")
     history: list[float] = []
 
     for step in range(1, args.steps + 1):
-        batch = draw.choices(sums, k=BATCH)
+        batch = draw.choices(SUMS, k=BATCH)
         tokens, mask = completions_of(student, tokenizer, batch, sample=True)
         start = time.perf_counter()
         with torch.no_grad():
             teacher_states = states_of(teacher, tokenizer, batch, tokens, before=SHOWN)[mask]
         states = states_of(student, tokenizer, batch, tokens)[mask]  # [N, H]
-        reference = Reference(teacher_states, teacher_head)
-        loss_of(args.signal, states, student_head, reference, tokens[mask]).backward()
+        head = head_of(student).at(states)  # with its bias, scale and softcap
+        reference = Reference(teacher_states, head_of(teacher).at(teacher_states))
+        loss_of(args.signal, states, head, reference, tokens[mask]).backward()
         with torch.no_grad():
-            kl = fused_distillation_loss(states, student_head, reference).loss
+            kl = fused_distillation_loss(states, head, reference).loss
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         history.append(kl.item())
         print(f"{step:3d}  KL {history[-1]:.3f}  {time.perf_counter() - start:.1f} s to train")
         if step % 5 == 0:
-            print(f"{step:3d}  held-out accuracy {accuracy(student, tokenizer, held_out):.0%}")
+            print(f"{step:3d}  held-out accuracy {accuracy(student, tokenizer, HELD_OUT):.0%}")
     return history
 
 

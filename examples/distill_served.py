@@ -28,22 +28,23 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
-from distill import BATCH, SHOWN, SUM, accuracy, completions_of
+from distill import BATCH, HELD_OUT, SHOWN, SUM, SUMS, accuracy, completions_of, loaded
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_kernels import linear_logprobs, topk_kl
+from grpo_kernels import LMHead, linear_logprobs, topk_kl
+from grpo_kernels.integrations.hf_head import head_of
+from grpo_kernels.reference import linear_logits
 
 Ids = Sequence[list[int]]
-Scores = list[dict[int, float]]  # for each token, log-probs by id
+Scores = list[dict[int, float]]  # for each token of a completion, log-probs by id
 START = (
     "Start the teacher by `vllm serve TEACHER --max-logprobs K`, K as in --top, and pass its "
     "address as --server. --ids student needs vLLM 0.32 or newer on a GPU, and --enable-scale-out."
@@ -53,32 +54,30 @@ COLUMNS = ("prompt_ids", "completion_ids", "teacher_ids", "teacher_logps")
 
 def ask(address: str, path: str, **body: Any) -> dict[str, Any]:
     """The server's answer to a request in JSON."""
-    data = json.dumps(body).encode()
-    request = Request(address.rstrip("/") + path, data, {"Content-Type": "application/json"})
+    url, data = address.rstrip("/").removesuffix("/v1") + path, json.dumps(body).encode()
     try:
+        request = Request(url, data, {"Content-Type": "application/json"})
         with urlopen(request, timeout=600) as answer:
             return json.load(answer)
-    except HTTPError as error:
-        said = error.read().decode(errors="replace")
-        raise ValueError(f"{request.full_url}: {error.code} {said}\n{START}") from None
-    except OSError as error:
-        raise ConnectionError(f"{address} does not answer ({error}). {START}") from None
+    except (OSError, HTTPException, ValueError) as error:  # of the network, HTTP, URL or JSON
+        said = error.read().decode(errors="replace") if isinstance(error, HTTPError) else ""
+        raise ConnectionError(f"{url}: {error!r} {said}\n{START}") from None
 
 
-def likeliest_of_teacher(address: str, top: int, prompts: Ids, completions: Ids) -> Scores:
-    """The likeliest ids of each of the completions' N tokens: `top`, or one more."""
+def likeliest_of_teacher(address: str, top: int, prompts: Ids, completions: Ids) -> list[Scores]:
+    """The likeliest ids of each token of the completions: `top`, or one more."""
     both = [a + b for a, b in zip(prompts, completions, strict=True)]
     answer = ask(address, "/v1/completions", prompt=both, max_tokens=1, prompt_logprobs=top)
-    choices = sorted(answer["choices"], key=lambda x: x["index"])
-    scores: Scores = []
-    for choice, completion in zip(choices, completions, strict=True):
+    rows_of = {x["index"]: x.get("prompt_logprobs") or [] for x in answer.get("choices", [])}
+    scores = []
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         # None for the prompt's first token; for each other one a dict of the likeliest ids and of
         # the token itself, whether or not it is among them.
-        rows = (choice.get("prompt_logprobs") or [])[-len(completion) :]
-        scored = [str(i) in row for i, row in zip(completion, rows, strict=False)]
-        if scored != [True] * len(completion):
+        rows = rows_of.get(i, [])[len(prompt) :]
+        scored = [str(token) in row for token, row in zip(completion, rows, strict=False)]
+        if len(rows) != len(completion) or not all(scored):
             raise ValueError(f"{address} has not scored the tokens that it was sent. {START}")
-        scores += [{int(i): x["logprob"] for i, x in row.items()} for row in rows]
+        scores.append([{int(i): x["logprob"] for i, x in row.items()} for row in rows])
     return scores
 
 
@@ -87,14 +86,10 @@ def teacher_at(address: str, prompts: Ids, completions: Ids, ids: Tensor) -> Ten
 
     def one(prompt: list[int], completion: list[int], ids: Tensor) -> Tensor:
         # Row i is for the token at `prompt_logprob_start + i + 1`.
-        sampling = {
-            "prompt_logprob_token_ids": ids.tolist(), "prompt_logprob_start": len(prompt) - 1,
-            "max_tokens": 1,
-        }  # fmt: skip
-        answer = ask(
-            address, "/inference/v1/generate", token_ids=prompt + completion,
-            sampling_params=sampling,
-        ).get("prompt_token_id_logprobs")  # fmt: skip
+        start, wanted = len(prompt) - 1, ids.tolist()
+        sampling = dict(prompt_logprob_start=start, prompt_logprob_token_ids=wanted, max_tokens=1)
+        body = dict(token_ids=prompt + completion, sampling_params=sampling)
+        answer = ask(address, "/inference/v1/generate", **body).get("prompt_token_id_logprobs")
         scores = np.load(io.BytesIO(base64.b64decode(answer))) if answer else np.empty(0)  # float32
         if scores.shape != tuple(ids.shape):
             raise ValueError(f"{address} ignores prompt_logprob_token_ids. {START}")
@@ -109,24 +104,28 @@ def teacher_at(address: str, prompts: Ids, completions: Ids, ids: Tensor) -> Ten
 def read_columns(path: str) -> list[tuple[list[int], list[int], Scores]]:
     """The prompt, the completion and its scores, for each line of the file."""
     rows = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-        try:
-            prompt, completion, ids, logps = map(json.loads(line).__getitem__, COLUMNS)
-            pairs = zip(completion, ids, logps, strict=True)
-            scores = [dict(zip(a, b, strict=True)) for _, a, b in pairs]
-            if [*map(len, scores)] != [*map(len, ids)]:
-                raise ValueError("a token has an id twice")
-        except (KeyError, TypeError, ValueError) as error:
-            expected = f"expected the columns {', '.join(COLUMNS)}"
-            raise ValueError(f"{path}, line {number}: {error!r}; {expected}") from None
-        rows.append((prompt, completion, scores))
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                prompt, completion, ids, logps = map(json.loads(line).__getitem__, COLUMNS)
+                pairs = zip(completion, ids, logps, strict=True)
+                scores = [dict(zip(a, b, strict=True)) for _, a, b in pairs]
+                if not (prompt and completion and all(scores)):
+                    raise ValueError("an empty list")
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                where = f"{path}, line {number}: {error!r}"
+                raise ValueError(f"{where}; expected the columns {COLUMNS}") from None
+            rows.append((prompt, completion, scores))
+    if not rows:
+        raise ValueError(f"{path} is empty")
     return rows
 
 
-def as_tensors(scores: Scores) -> tuple[Tensor, Tensor]:
+def as_tensors(scores: Sequence[Scores]) -> tuple[Tensor, Tensor]:
     """Ids and log-probs `[N, K]`; -inf where a token has fewer ids than others."""
-    ids = [torch.tensor([*token]) for token in scores]
-    logps = [torch.tensor([*token.values()]) for token in scores]
+    tokens = [token for of_completion in scores for token in of_completion]
+    ids = [torch.tensor([*token]) for token in tokens]
+    logps = [torch.tensor([*token.values()]) for token in tokens]
     return pad_sequence(ids, True), pad_sequence(logps, True, -torch.inf)
 
 
@@ -135,25 +134,14 @@ def states_of(model: Any, prompts: Ids, completions: Ids) -> Tensor:
     both = [torch.tensor(a + b) for a, b in zip(prompts, completions, strict=True)]
     # Padding is behind the tokens, which do not see it.
     states = model.base_model(pad_sequence(both, True).to(model.device)).last_hidden_state
-    starts, counts = ([len(x) for x in some] for some in (prompts, completions))
-    return torch.cat([x[a - 1 : a - 1 + n] for x, a, n in zip(states, starts, counts, strict=True)])
+    rows = zip(states, prompts, completions, strict=True)
+    return torch.cat([x[len(a) - 1 : len(a + b) - 1] for x, a, b in rows])
 
 
-@torch.no_grad()
-def top_ids(states: Tensor, head: Tensor, top: int) -> Tensor:
-    """The student's likeliest ids `[N, K]`, from the logits of 256 tokens at a time."""
-    return torch.cat([(x @ head.T).topk(top).indices for x in states.split(256)])
-
-
-def kl_of(states: Tensor, head: Tensor, ids: Tensor, of_teacher: Tensor, direction: str) -> Tensor:
+def kl_of(states: Tensor, head: LMHead, ids: Tensor, of_teacher: Tensor, direction: str) -> Tensor:
     """The KL `[N]` over K ids and the rest, from the student's states `[N, H]`."""
-    if ids.min() < 0 or ids.max() >= len(head):
-        raise ValueError(
-            f"an id is outside of the student's vocabulary of {len(head):,}: teacher and student "
-            "need one tokenizer"
-        )
     mass = of_teacher.exp().sum(-1)
-    if not (mass < 1.001).all():
+    if not (mass < 1.001).all():  # finds logits, unless all of them are far below 0
         raise ValueError(
             f"the teacher's probabilities of a token add up to {mass.max():.4g}: its numbers are "
             "not log-probs at temperature 1 (start vLLM without --logprobs-mode raw_logits)"
@@ -168,49 +156,46 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--server", default="http://localhost:8000")
-    parser.add_argument("--ids", choices=("teacher", "student"), default="teacher")
-    parser.add_argument("--columns", metavar="FILE")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--ids", choices=("teacher", "student"), default="teacher")
+    source.add_argument("--columns", metavar="FILE")
     parser.add_argument("--top", type=int, default=16, metavar="K", help="ids per token")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    student = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    student, head = student.to(device).eval(), student.get_output_embeddings().weight
-    optimizer = torch.optim.AdamW(student.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    tokenizer, student, optimizer = loaded(args.model, args.learning_rate)
     if args.columns:
         stored = read_columns(args.columns)
-    elif ask(args.server, "/tokenize", prompt=SUM)["tokens"] != tokenizer.encode(SUM):
+    elif ask(args.server, "/tokenize", prompt=SUM).get("tokens") != tokenizer.encode(SUM):
         raise ValueError(f"the teacher at {args.server} has another tokenizer than {args.model}")
-    sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-    random.Random(0).shuffle(sums)
-    held_out, sums, draw = sums[:27], sums[27:], random.Random(args.seed)
-    history: list[float] = []
+    else:
+        print(f"  0  held-out accuracy {accuracy(student, tokenizer, HELD_OUT):.0%}")
+    direction = "reverse" if args.ids == "student" else "forward"
+    history, draw = [], random.Random(args.seed)
 
     for step in range(1, args.steps + 1):
-        start, direction = time.perf_counter(), "forward"
+        start = time.perf_counter()
         if args.columns:
             rows = draw.choices(stored, k=BATCH)
-            prompts, completions = [row[0] for row in rows], [row[1] for row in rows]
-            states = states_of(student, prompts, completions)
-            ids, of_teacher = as_tensors([token for row in rows for token in row[2]])
+            prompts, completions, scores = map(list, zip(*rows, strict=True))
         else:
-            batch = draw.choices(sums, k=BATCH)
+            batch = draw.choices(SUMS, k=BATCH)
             texts = [SUM.format(a, b) for a, b in batch]
             prompts, shown = (tokenizer([x + y for y in texts]).input_ids for x in ("", SHOWN))
             tokens, mask = completions_of(student, tokenizer, batch, sample=True)
             completions = [x[kept].tolist() for x, kept in zip(tokens, mask, strict=True)]
-            states = states_of(student, prompts, completions)  # [N, H]
             if args.ids == "teacher":
                 scores = likeliest_of_teacher(args.server, args.top, shown, completions)
-                ids, of_teacher = as_tensors(scores)
-            else:
-                ids, direction = top_ids(states, head, args.top), "reverse"
-                of_teacher = teacher_at(args.server, shown, completions, ids)
+        states = states_of(student, prompts, completions)  # [N, H]
+        head = head_of(student).at(states)  # with its bias, scale and softcap
+        if args.ids == "student":
+            ids = linear_logits(states, head).topk(args.top).indices
+            of_teacher = teacher_at(args.server, shown, completions, ids)
+        else:
+            ids, of_teacher = as_tensors(scores)
+        device = states.device
         kl = kl_of(states, head, ids.to(device), of_teacher.to(device), direction).mean()
         kl.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -218,7 +203,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         optimizer.zero_grad()
         history.append(kl.item())
         print(f"{step:3d}  KL {history[-1]:.4f}  {time.perf_counter() - start:.1f} s")
-    print(f"held-out accuracy {accuracy(student, tokenizer, held_out):.0%}")
+    if not args.columns:
+        print(f"{args.steps:3d}  held-out accuracy {accuracy(student, tokenizer, HELD_OUT):.0%}")
     return history
 
 

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -88,7 +89,9 @@ def serving(teacher):
     server = Server(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("no_proxy", "127.0.0.1")
+            yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

@@ -55,6 +55,20 @@ def random_model(config: str, options: dict, scale: float):
     return model
 
 
+def perturbed(folder, copy, scale: float) -> str:
+    """Saves a copy of the model and its tokenizer with other weights, and returns its folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, g = AutoModelForCausalLM.from_pretrained(folder), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2:
+                p += scale * p.std() * torch.randn(p.shape, generator=g)
+    model.save_pretrained(copy)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(copy)
+    return str(copy)
+
+
 def make_tokenizer():
     """Returns a tokenizer with one token per byte and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

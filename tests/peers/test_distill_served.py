@@ -1,17 +1,23 @@
 """The example whose teacher is served: its numbers, its requests, and what it refuses."""
 
+import io
 import json
-import runpy
-import shutil
+import math
+from http.client import BadStatusLine, IncompleteRead
+from itertools import chain
 
+import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.batches import relative_error
+from tests.helpers.examples import check_runs, check_scores, example
 from tests.helpers.fake_server import Teacher, decoded, encoded, serving
-from tests.helpers.ranks import ROOT
+from tests.helpers.tiny_models import make_model, make_tokenizer, perturbed
 
+FAST = ("--steps", "12", "--learning-rate", "2e-3")
 pytestmark = pytest.mark.usefixtures("real_memory")
 V, DIRECTIONS = 211, ("forward", "reverse")
 # Of `vllm serve` 0.32 with SmolLM2-135M, asked for the likeliest two ids. The last token of the
@@ -43,9 +49,7 @@ SCORES = (
 @pytest.fixture
 def run():
     """The functions of the example, to whose teacher the student's prompt is shown."""
-    run = runpy.run_path(str(ROOT / "examples/distill_served.py"))
-    run["main"].__globals__.update(SHOWN="", BATCH=6)
-    return run
+    return example("distill_served", SHOWN="", BATCH=6)
 
 
 @pytest.fixture
@@ -95,7 +99,7 @@ def test_the_kl_in_float64(run, direction):
     ids = [row.topk(5).indices.tolist() for row in teacher]
     ids[2], ids[4] = ids[2][:1], ids[4][:3]
     scores = [{i: float(t[i]) for i in row} for t, row in zip(teacher, ids, strict=True)]
-    kl = run["kl_of"](states, head, *run["as_tensors"](scores), direction).mean()
+    kl = run["kl_of"](states, head, *run["as_tensors"]([scores[:3], scores[3:]]), direction).mean()
     value, gradients = value_and_gradients(kl, states, head)
     exact = [x.detach().double().requires_grad_() for x in (states, head)]
     truth, exact_gradients = value_and_gradients(by_hand(*exact, teacher, ids, direction), *exact)
@@ -155,13 +159,6 @@ def test_a_batch_is_its_rows(run, tiny_model):
     torch.testing.assert_close(ours, logps)
 
 
-def test_the_ids_of_the_student(run):
-    states, head, _ = heads(rows=600)
-    ids = run["top_ids"](states, head, 4)
-    assert torch.equal(ids, (states @ head.T).topk(4).indices)
-    assert not ids.requires_grad
-
-
 # The wire
 
 
@@ -172,7 +169,7 @@ def with_answer(run, answer):
 def test_a_recorded_answer_of_completions(run):
     with_answer(run, json.loads(COMPLETIONS))
     scores = run["likeliest_of_teacher"]("", 2, [[28120], [504]], [[3], [3575, 282]])
-    assert [*map(list, scores)] == [[3, 29, 28], [3575, 29, 28], [282, 2240]]
+    assert [[*map(list, x)] for x in scores] == [[[3, 29, 28]], [[3575, 29, 28], [282, 2240]]]
     ids, logps = run["as_tensors"](scores)
     assert ids.tolist() == [[3, 29, 28], [3575, 29, 28], [282, 2240, 0]]
     assert logps[2].tolist() == pytest.approx([-0.3375942, -2.3195317, -torch.inf])
@@ -188,18 +185,9 @@ def test_a_recorded_answer_of_generate(run):
 
 
 def test_both_questions_have_the_teachers_log_probs(run, teacher, address):
+    """Also at the address that clients of OpenAI's API are given."""
     prompts, completions = [[5, 9, 7], [8]], [[3], [2, 6, 7]]
-    scores = run["likeliest_of_teacher"](address, 4, prompts, completions)
-    exact = torch.cat([
-        teacher.logps(a + b)[len(a) - 1 : -1] for a, b in zip(prompts, completions, strict=True)
-    ])  # fmt: skip
-    assert len(scores) == 4
-    for row, logps, token in zip(scores, exact, [3, 2, 6, 7], strict=True):
-        assert set(row) == {token, *logps.topk(4).indices.tolist()}
-        assert all(value == pytest.approx(float(logps[i])) for i, value in row.items())
-    ids = exact.topk(3).indices + 1
-    logps = run["teacher_at"](address, prompts, completions, ids % 257)
-    torch.testing.assert_close(logps, exact.gather(1, ids % 257))
+    check_scores(run, address + "/v1/", teacher, prompts, completions, 1e-5)
     (_, first), (_, second), _ = teacher.asked
     assert first["max_tokens"] == second["sampling_params"]["max_tokens"] == 1
     assert "temperature" not in {*first, *second["sampling_params"]}  # vLLM would ignore it here
@@ -208,17 +196,27 @@ def test_both_questions_have_the_teachers_log_probs(run, teacher, address):
 # What is refused
 
 
+def rows(change):
+    """A change of the rows of each choice."""
+    return lambda x: {"choices": [
+        {**one, "prompt_logprobs": change(one["prompt_logprobs"])} for one in x["choices"]
+    ]}  # fmt: skip
+
+
+ALL_IDS = {str(i): {"logprob": -9.0} for i in range(257)}
+UNSCORED = "has not scored the tokens"
 REFUSED = {
     "no prompt_logprobs": ("teacher", lambda x: {**x, "choices": [{"index": i} for i in range(6)]},
-                           "has not scored the tokens"),
-    "other tokens": ("teacher", lambda x: {**x, "choices": [
-        {**one, "prompt_logprobs": [{"0": {"logprob": -1.0}}] * 99} for one in x["choices"]
-    ]}, "has not scored the tokens"),
-    "logits": ("teacher", lambda x: {**x, "choices": [
-        {**one, "prompt_logprobs": [
-            row and {i: {"logprob": 3.0} for i in row} for row in one["prompt_logprobs"]
-        ]} for one in x["choices"]
-    ]}, "add up to .*raw_logits"),
+                           UNSCORED),
+    "a choice too few": ("teacher", lambda x: {"choices": x["choices"][1:]}, UNSCORED),
+    "other tokens": ("teacher", rows(lambda x: [{"0": {"logprob": -1.0}}] * len(x)), UNSCORED),
+    "a row too many": ("teacher", rows(lambda x: [None, *[ALL_IDS] * len(x)]), UNSCORED),
+    "a row too few": ("teacher", rows(lambda x: [None, *[ALL_IDS] * (len(x) - 2)]), UNSCORED),
+    "logits": ("teacher", rows(lambda x: [None, *({i: {"logprob": 3.0} for i in row}
+                                                  for row in x[1:])]), "add up to .*raw_logits"),
+    "a sum above 1": ("student", lambda x: {"prompt_token_id_logprobs": encoded(
+        decoded(x["prompt_token_id_logprobs"]) * 0 + np.float32(math.log(1.01 / 16))
+    )}, "add up to 1.01:"),
     "no token ids": ("student", lambda x: {**x, "prompt_token_id_logprobs": None},
                      "ignores prompt_logprob_token_ids.*0.32.*--enable-scale-out"),
     "scores of other ids": ("student", lambda x: {"prompt_token_id_logprobs": SCORES},
@@ -242,24 +240,47 @@ def test_what_the_server_refuses_is_said(run, teacher, address, tiny_model):
     options = ["--model", str(tiny_model), "--server", address, "--steps", "1"]
     teacher.change = lambda x: x if "tokens" in x else {"error": "greater than max allowed: 20"}
     teacher.status = 400
-    with pytest.raises(ValueError, match=rf"(?s){address}/tokenize: 400.*vllm serve TEACHER"):
+    with pytest.raises(
+        ConnectionError, match=rf"(?s){address}/tokenize: .*400.*vllm serve TEACHER"
+    ):
         run["main"](options)
-    with pytest.raises(ValueError, match=r"(?s)completions: 400.*allowed: 20.*--max-logprobs K"):
+    with pytest.raises(
+        ConnectionError, match=r"(?s)completions: .*400.*allowed: 20.*--max-logprobs K"
+    ):
         run["likeliest_of_teacher"](address, 64, [[5]], [[6]])
     teacher.status, teacher.change = 200, lambda x: {"tokens": [1, 2]}
     with pytest.raises(ValueError, match="another tokenizer"):
         run["main"](options)
 
 
-def test_no_server(run, tiny_model):
-    with pytest.raises(ConnectionError, match=r"127.0.0.1:9 does not answer .*vllm serve TEACHER"):
-        run["main"](["--model", str(tiny_model), "--server", "http://127.0.0.1:9"])
+def test_no_server(run, teacher):
+    with serving(teacher) as address:
+        pass
+    with pytest.raises(ConnectionError, match=rf"(?s){address}/tokenize: .*vllm serve TEACHER"):
+        run["ask"](address, "/tokenize")
+    with pytest.raises(ConnectionError, match="unknown url type"):
+        run["ask"]("127.0.0.1:8000", "/tokenize")
+
+
+NOT_VLLM = {"SSH": BadStatusLine("SSH-2.0-"), "a page": b"<html>", "half": IncompleteRead(b"{")}
+
+
+@pytest.mark.parametrize("case", NOT_VLLM)
+def test_another_server(case, run):
+    def urlopen(*_, **__):
+        if isinstance(NOT_VLLM[case], bytes):
+            return io.BytesIO(NOT_VLLM[case])
+        raise NOT_VLLM[case]
+
+    run["main"].__globals__["urlopen"] = urlopen
+    with pytest.raises(ConnectionError, match=r"(?s)http://a/tokenize: .*vllm serve TEACHER"):
+        run["ask"]("http://a", "/tokenize")
 
 
 @pytest.mark.parametrize("wrong", (V, -1))
 def test_an_id_outside_of_the_vocabulary(run, wrong):
     states, head, _ = heads(rows=1)
-    with pytest.raises(ValueError, match="outside of the student's vocabulary of 211"):
+    with pytest.raises(ValueError, match=r"expected ids in \[0, 211\)"):
         run["kl_of"](states, head, torch.tensor([[3, wrong]]), torch.full((1, 2), -2.0), "forward")
 
 
@@ -273,41 +294,37 @@ def line(prompts, completions, scores):
     })  # fmt: skip
 
 
-def test_columns_are_what_the_server_says(run, address, tiny_model, tmp_path):
+def test_columns_are_what_the_server_says(run, address, tiny_model, tmp_path, capsys):
     prompts, completions = [[5, 9, 7], [8]], [[3], [2, 6, 7]]
     scores = run["likeliest_of_teacher"](address, 4, prompts, completions)
+    rows = [*zip(prompts, completions, scores, strict=True)]
     path = tmp_path / "teacher.jsonl"
-    rows = [
-        (p, c, s) for p, c, s in zip(prompts, completions, (scores[:1], scores[1:]), strict=True)
-    ]
     path.write_text("".join(line(*row) + "\n" for row in rows))
     assert run["read_columns"](str(path)) == rows
-    # Of the teacher itself the KL is 0; of another student it falls.
-    options = ["--columns", str(path), "--server", "http://127.0.0.1:9"]
-    (start,) = run["main"]([*options, "--model", str(tiny_model), "--steps", "1"])
-    assert abs(start) < 1e-6
-    history = run["main"]([*options, "--model", other_student(tiny_model, tmp_path),
-                           "--steps", "12", "--learning-rate", "2e-3"])  # fmt: skip
-    assert history[0] > 0.01 and sum(history[-3:]) < 0.6 * sum(history[:3])
-
-
-def other_student(folder, tmp_path):
-    """A copy of the model with other weights."""
-    shutil.copytree(folder, tmp_path / "student")
-    model, g = AutoModelForCausalLM.from_pretrained(folder), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.6 * p.std() * torch.randn(p.shape, generator=g) if p.ndim == 2 else 0.0
-    model.save_pretrained(tmp_path / "student")
-    return str(tmp_path / "student")
+    capsys.readouterr()
+    options, student = ["--columns", str(path)], perturbed(tiny_model, tmp_path / "student", 0.6)
+    check_runs(run, options, tiny_model, student, *FAST, to=0.6)
+    assert "accuracy" not in capsys.readouterr().out  # of sums, which the file is not about
+    with pytest.raises(SystemExit):
+        run["main"]([*options, "--ids", "student"])
+    assert "--ids: not allowed with argument --columns" in capsys.readouterr().err
 
 
 GOOD = {"prompt_ids": [5], "completion_ids": [6, 7], "teacher_ids": [[1, 2], [3, 4]],
         "teacher_logps": [[-1.0, -2.0], [-3.0, -1.0]]}  # fmt: skip
 WRONG = {
     **{f"no {name}": ({k: v for k, v in GOOD.items() if k != name}, name) for name in GOOD},
-    **{f"null {name}": ({**GOOD, name: None}, "line 2") for name in GOOD if name != "prompt_ids"},
-    "twice": ({**GOOD, "teacher_ids": [[1, 1], [3, 4]]}, "a token has an id twice"),
+    **{f"null {name}": ({**GOOD, name: None}, "") for name in GOOD},
+    "no row": (5, "no attribute"),
+    "no ids of a token": (
+        {**GOOD, "teacher_ids": [[1, 2], []], "teacher_logps": [[-1.0, -2.0], []]},
+        "an empty list",
+    ),
+    "an empty prompt": ({**GOOD, "prompt_ids": []}, "an empty list"),
+    "an empty completion": (
+        {**GOOD, **{k: [] for k in GOOD if k != "prompt_ids"}},
+        "an empty list",
+    ),
     "ids of one token": ({**GOOD, "teacher_ids": [[1, 2]]}, "shorter"),
     "an id too many": ({**GOOD, "teacher_ids": [[1, 2, 3], [3, 4]]}, "shorter"),
     "a token too many": ({**GOOD, "completion_ids": [6, 7, 8]}, "shorter"),
@@ -320,7 +337,19 @@ def test_a_column_that_is_dropped(case, run, tmp_path):
     row, message = WRONG[case]
     path = tmp_path / "teacher.jsonl"
     path.write_text(json.dumps(GOOD) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=f"line 2: .*{message}|line 2.*expected the columns"):
+    with pytest.raises(ValueError, match=f"line 2: .*{message}.*expected the columns"):
+        run["read_columns"](str(path))
+
+
+def test_lines_of_columns(run, tmp_path):
+    """A text column may hold the ends of lines that JSON does not escape; no line is an error."""
+    path = tmp_path / "teacher.jsonl"
+    path.write_text(json.dumps({**GOOD, "text": "é\u2028\x85"}, ensure_ascii=False), "utf-8")
+    assert run["read_columns"](str(path)) == [
+        ([5], [6, 7], [{1: -1.0, 2: -2.0}, {3: -3.0, 4: -1.0}])
+    ]
+    path.write_text("")
+    with pytest.raises(ValueError, match="is empty"):
         run["read_columns"](str(path))
 
 
@@ -329,18 +358,66 @@ def test_a_column_that_is_dropped(case, run, tmp_path):
 
 @pytest.mark.parametrize("ids", ("teacher", "student"))
 def test_the_kl_falls(ids, run, address, tiny_model, tmp_path):
-    """From 0 if the student is the teacher, and to less if it is not."""
-    directions, kl_of = set(), run["kl_of"]
+    student = perturbed(tiny_model, tmp_path / "student", 0.6)
+    check_runs(run, ["--server", address, "--ids", ids], tiny_model, student, *FAST, to=0.7)
 
-    def spy(*args):
-        directions.add(args[-1])
-        return kl_of(*args)
 
-    run["main"].__globals__["kl_of"] = spy
-    options = ["--server", address, "--ids", ids, "--top", "8"]
-    (start,) = run["main"]([*options, "--model", str(tiny_model), "--steps", "1"])
+@pytest.mark.parametrize("ids", ("teacher", "student"))
+@pytest.mark.parametrize("family", ("gemma2", "cohere"))
+def test_a_head_with_a_softcap_or_a_scale(family, ids, run, tmp_path):
+    make_model(family).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--steps", "1", "--ids", ids]
+    with serving(Teacher(tmp_path)) as address:
+        (start,) = run["main"]([*options, "--server", address])
     assert abs(start) < 1e-6
-    history = run["main"]([*options, "--model", other_student(tiny_model, tmp_path),
-                           "--steps", "12", "--learning-rate", "2e-3"])  # fmt: skip
-    assert history[0] > 0.01 and sum(history[-3:]) < 0.6 * sum(history[:3])
-    assert directions == {"forward" if ids == "teacher" else "reverse"}
+
+
+@pytest.mark.parametrize("ids", ("teacher", "student"))
+def test_a_step(ids, run, teacher, address, tiny_model, tmp_path):
+    """Samples, requests, the mean and the clipped gradient."""
+    names, batches, samples, losses, norms = run["main"].__globals__, [], [], [], []
+    sampler, kl_of = run["completions_of"], run["kl_of"]
+
+    def completions_of(model, tokenizer, batch, sample):
+        assert not model.training
+        tokens, mask = sampler(model, tokenizer, batch, sample)
+        mask[:, 3:] = False
+        if sample:
+            batches.append(batch)
+            samples.append([x[kept].tolist() for x, kept in zip(tokens, mask, strict=True)])
+        return tokens, mask
+
+    def spied_kl_of(*args):
+        states, head, of_batch, *_ = args
+        likeliest = (states @ head.weight.T).topk(8).indices
+        assert torch.equal(of_batch, likeliest) == (ids == "student")
+        losses.append((args[-1], 100 * kl_of(*args)))  # of gradients that are clipped
+        return losses[-1][1]
+
+    def before_step(optimizer, *_):
+        (group,) = optimizer.param_groups
+        norms.append(torch.cat([p.grad.flatten() for p in group["params"]]).norm())
+
+    names.update(SHOWN="1+1=2\n", completions_of=completions_of, kl_of=spied_kl_of)
+    options = ["--model", perturbed(tiny_model, tmp_path / "student", 0.6), "--server", address]
+    hook = register_optimizer_step_pre_hook(before_step)
+    history = run["main"]([*options, "--steps", "2", "--ids", ids, "--top", "8"])
+    hook.remove()
+    assert {direction for direction, _ in losses} == {"forward" if ids == "teacher" else "reverse"}
+    assert history == [kl.mean().item() for _, kl in losses]
+    assert norms == pytest.approx([1.0, 1.0], rel=1e-4)
+    assert not {*chain(*batches)} & {*names["HELD_OUT"]}
+    expected = [
+        teacher.tokenizer(names["SHOWN"] + names["SUM"].format(*one)).input_ids + completion
+        for batch, sample in zip(batches, samples, strict=True)
+        for one, completion in zip(batch, sample, strict=True)
+    ]
+    asked = [body for path, body in teacher.asked if path != "/tokenize"]
+    if ids == "teacher":
+        assert [body["prompt_logprobs"] for body in asked] == [8, 8]
+        assert [*chain(*(body["prompt"] for body in asked))] == expected
+    else:
+        assert sorted(body["token_ids"] for body in asked) == sorted(expected)
+        rows = chain(*(body["sampling_params"]["prompt_logprob_token_ids"] for body in asked))
+        assert {*map(len, rows)} == {8}

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import demo_model, train_gsm8k
 from grpo_kernels.training import parse_config
+from tests.helpers.examples import example
 from tests.helpers.fake_server import Teacher, serving
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_model, make_tokenizer
@@ -34,13 +34,6 @@ def test_examples_need_their_folder_alone():
     for path in EXAMPLES:
         others = r"^\s*(from|import) (examples|benchmarks|tests)\b|sys\.path"
         assert not re.search(others, path.read_text(), re.M), path
-
-
-def example(name, **replaced):
-    """The functions of an example, with others in the place of some."""
-    run = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
-    run["main"].__globals__.update(replaced)
-    return run
 
 
 # Runs, by the arguments that follow the model
@@ -272,6 +265,24 @@ def test_a_completion_ends_at_every_end(ends, tiny_model, tmp_path):
         ended = torch.isin(tokens, torch.tensor([0, *ENDS])).long()
         after = ended.cumsum(1) - ended > 0
         assert after.any() and torch.equal(mask != 0, ~after)
+
+
+@pytest.mark.parametrize("signal", ("full", "top"))
+def test_distill_knows_a_softcap(signal, tmp_path):
+    """A teacher that sees no more than the student is the student."""
+    make_model("gemma2").save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    run, seen = example("distill", SHOWN=""), []
+    loss_of = run["loss_of"]
+
+    def spy(signal, states, head, teacher, ids):
+        loss = loss_of(signal, states, head, teacher, ids)
+        seen.append((head.softcap, teacher.head.softcap, abs(loss.item()) < 1e-6))
+        return loss
+
+    run["main"].__globals__["loss_of"] = spy
+    run["main"](["--model", str(tmp_path), "--steps", "1", "--signal", signal])
+    assert seen == [(30.0, 30.0, True)]
 
 
 # Options of `train_gsm8k`, and the model of the demo

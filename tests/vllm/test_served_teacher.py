@@ -1,7 +1,6 @@
 """`examples/distill_served.py` with the HTTP server of the real vLLM."""
 
 import os
-import runpy
 import socket
 import subprocess
 import sys
@@ -13,10 +12,12 @@ from urllib.request import urlopen
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.demo_model import model_path
+from tests.helpers.examples import check_runs, check_scores, example
+from tests.helpers.fake_server import Teacher
 from tests.helpers.ranks import ROOT
+from tests.helpers.tiny_models import perturbed
 from tests.helpers.vllm_masks import ENVIRONMENT
 from tests.helpers.vllm_runs import vllm_model
 
@@ -51,13 +52,19 @@ def served(module, model, folder):
         )  # fmt: skip
     try:
         address, end = f"http://127.0.0.1:{port}", time.monotonic() + 300
-        while not answers(address):
-            assert process.poll() is None and time.monotonic() < end, log.read_text()[-5000:]
-            time.sleep(0.5)
-        yield address
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("no_proxy", "127.0.0.1")
+            while not answers(address):
+                assert process.poll() is None and time.monotonic() < end, log.read_text()[-5000:]
+                time.sleep(0.5)
+            yield address
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def answers(address):
@@ -77,29 +84,12 @@ def demo_server(tmp_path_factory):
 @pytest.fixture
 def run():
     """The functions of the example, to whose teacher the student's prompt is shown."""
-    run = runpy.run_path(str(ROOT / "examples/distill_served.py"))
-    run["main"].__globals__.update(SHOWN="", BATCH=4, accuracy=lambda *_: 0.0)
-    return run
-
-
-def perturbed(model, folder):
-    """A copy of the model with other weights."""
-    student, g = AutoModelForCausalLM.from_pretrained(model), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in student.parameters():
-            p += 0.08 * p.std() * torch.randn(p.shape, generator=g) if p.ndim == 2 else 0.0
-    student.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
-    return str(folder)
+    return example("distill_served", SHOWN="", BATCH=4, accuracy=lambda *_: 0.0)
 
 
 def test_the_kl_is_0_at_first_and_falls_if_it_is_not(run, demo_server, tmp_path):
-    options = ["--server", demo_server, "--learning-rate", "2e-5"]
-    (start,) = run["main"]([*options, "--model", str(model_path()), "--steps", "1"])
-    assert abs(start) < 1e-6
-    student = perturbed(model_path(), tmp_path / "student")
-    history = run["main"]([*options, "--model", student, "--steps", "6"])
-    assert history[0] > 0.1 and sum(history[-2:]) < 0.8 * sum(history[:2])
+    student = perturbed(model_path(), tmp_path / "student", 0.08)
+    check_runs(run, ["--server", demo_server], model_path(), student, "--steps", "6", to=0.8)
 
 
 def test_the_temperature_of_prompts_is_1(run, demo_server):
@@ -112,14 +102,14 @@ def test_the_temperature_of_prompts_is_1(run, demo_server):
 
 
 def test_more_ids_than_the_server_returns(run, demo_server):
-    with pytest.raises(ValueError, match=r"(?s)400.* max allowed: 20.*--max-logprobs K"):
+    with pytest.raises(ConnectionError, match=r"(?s)400.* max allowed: 20.*--max-logprobs K"):
         run["likeliest_of_teacher"](demo_server, 64, PROMPTS, COMPLETIONS)
 
 
 @pytest.mark.skipif(not scores_ids(), reason="no vLLM 0.32")
 def test_a_server_that_cannot_score_ids(run, demo_server):
     """VLLM's first model runner, which it takes on a CPU."""
-    with pytest.raises(ValueError, match=r"(?s)400.*V2 model runner.*vLLM 0.32 or newer"):
+    with pytest.raises(ConnectionError, match=r"(?s)400.*V2 model runner.*vLLM 0.32 or newer"):
         run["teacher_at"](demo_server, PROMPTS, COMPLETIONS, torch.zeros(4, 2, dtype=torch.long))
 
 
@@ -128,22 +118,8 @@ def test_a_server_that_cannot_score_ids(run, demo_server):
 def test_both_questions_have_the_models_log_probs(run, tmp_path):
     """The second model runner answers, in Triton's interpreter."""
     folder = vllm_model(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with served("tests.helpers.vllm_server", folder, tmp_path) as address:
-        scores = run["likeliest_of_teacher"](address, 4, PROMPTS, COMPLETIONS)
-        ids = torch.arange(4 * 5).reshape(4, 5) * 11
-        logps = run["teacher_at"](address, PROMPTS, COMPLETIONS, ids)
+        check_scores(run, address, Teacher(folder), PROMPTS, COMPLETIONS, CLOSE)
         options = ["--server", address, "--model", str(folder), "--steps", "1", "--ids", "student"]
         (start,) = run["main"](options)
-    with torch.no_grad():
-        exact = torch.cat([
-            model(torch.tensor([a + b])).logits[0, len(a) - 1 : -1].log_softmax(-1)
-            for a, b in zip(PROMPTS, COMPLETIONS, strict=True)
-        ])  # fmt: skip
-    torch.testing.assert_close(logps, exact.gather(1, ids), rtol=0, atol=CLOSE)
-    for row, expected, token in zip(scores, exact, COMPLETIONS[0] + COMPLETIONS[1], strict=True):
-        assert set(row) == {token, *expected.topk(4).indices.tolist()}
-        assert all(
-            value == pytest.approx(float(expected[i]), abs=CLOSE) for i, value in row.items()
-        )
     assert abs(start) < 1e-6
