@@ -7,7 +7,7 @@ The student sees a question alone. The teacher, the model before training, also 
 questions. The student samples, the teacher scores these tokens, and the loss is one of three:
 
     full      the reverse KL over the whole vocabulary, exactly, from both models' states
-    top       the KL from the teacher's 16 likeliest ids: of the head 16 rows per token, no product
+    top       the KL over the teacher's 16 likeliest ids, the others dropped: 16 rows of the head
     sampled   log teacher - log student of the sampled token alone, as an advantage
 """
 

@@ -58,7 +58,10 @@ def ask(address: str, path: str, **body: Any) -> dict[str, Any]:
     try:
         request = Request(url, data, {"Content-Type": "application/json"})
         with urlopen(request, timeout=600) as answer:
-            return json.load(answer)
+            content = json.load(answer)
+            if not isinstance(content, dict):
+                raise ValueError(f"expected a JSON object; got {content!r}")
+            return content
     except (OSError, HTTPException, ValueError) as error:  # of the network, HTTP, URL or JSON
         said = error.read().decode(errors="replace") if isinstance(error, HTTPError) else ""
         raise ConnectionError(f"{url}: {error!r} {said}\n{START}") from None
@@ -68,7 +71,7 @@ def likeliest_of_teacher(address: str, top: int, prompts: Ids, completions: Ids)
     """The likeliest ids of each token of the completions: `top`, or one more."""
     both = [a + b for a, b in zip(prompts, completions, strict=True)]
     answer = ask(address, "/v1/completions", prompt=both, max_tokens=1, prompt_logprobs=top)
-    rows_of = {x["index"]: x.get("prompt_logprobs") or [] for x in answer.get("choices", [])}
+    rows_of = {x["index"]: x.get("prompt_logprobs") or [] for x in answer.get("choices") or []}
     scores = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         # None for the prompt's first token; for each other one a dict of the likeliest ids and of
@@ -109,7 +112,7 @@ def read_columns(path: str) -> list[tuple[list[int], list[int], Scores]]:
             try:
                 prompt, completion, ids, logps = map(json.loads(line).__getitem__, COLUMNS)
                 pairs = zip(completion, ids, logps, strict=True)
-                scores = [dict(zip(a, b, strict=True)) for _, a, b in pairs]
+                scores = [dict(zip(a, map(float, b), strict=True)) for _, a, b in pairs]
                 if not (prompt and completion and all(scores)):
                     raise ValueError("an empty list")
             except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -191,7 +194,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         states = states_of(student, prompts, completions)  # [N, H]
         head = head_of(student).at(states)  # with its bias, scale and softcap
         if args.ids == "student":
-            ids = linear_logits(states, head).topk(args.top).indices
+            with torch.no_grad():  # logits of 256 tokens at a time
+                parts = [(x, head_of(student).at(x)) for x in states.split(256)]
+                ids = torch.cat([linear_logits(*part).topk(args.top).indices for part in parts])
             of_teacher = teacher_at(args.server, shown, completions, ids)
         else:
             ids, of_teacher = as_tensors(scores)

@@ -270,7 +270,7 @@ def test_a_completion_ends_at_every_end(ends, tiny_model, tmp_path):
 @pytest.mark.parametrize("signal", ("full", "top"))
 def test_distill_knows_a_softcap(signal, tmp_path):
     """A teacher that sees no more than the student is the student."""
-    make_model("gemma2").save_pretrained(tmp_path)
+    make_model("gemma2", final_logit_softcapping=1.0).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     run, seen = example("distill", SHOWN=""), []
     loss_of = run["loss_of"]
@@ -282,7 +282,7 @@ def test_distill_knows_a_softcap(signal, tmp_path):
 
     run["main"].__globals__["loss_of"] = spy
     run["main"](["--model", str(tmp_path), "--steps", "1", "--signal", signal])
-    assert seen == [(30.0, 30.0, True)]
+    assert seen == [(1.0, 1.0, True)]
 
 
 # Options of `train_gsm8k`, and the model of the demo
