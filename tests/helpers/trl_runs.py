@@ -164,7 +164,9 @@ def assert_same_run(actual, expected):
                 assert str(row[name]) == str(value), name
                 continue
             error = abs(row[name] - value) / max(1.0, abs(value))
-            assert error <= TOLERANCE, (name, row[name], value)
+            # Sums of all gradients, which processors add up in other orders: 1.4e-5 was seen.
+            tolerance = 5 * TOLERANCE if name == "grad_norm" else TOLERANCE
+            assert error <= tolerance, (name, row[name], value)
             compared += 1
     assert compared > 10 * STEPS
     assert any(row.get("grad_norm", 0) > 1e-3 for row in log)
