@@ -68,10 +68,8 @@ def test_contents(wheel, tmp_path):
     }  # fmt: skip
     # As `twine check --strict` does, which brings twenty packages.
     metadata = Metadata.from_email(text, validate=True)
-    shown, main = (
-        metadata.description,
-        r"https://github\.com/[\w-]+/grpo_kernels/(?:blob|raw)/main/",
-    )
+    shown = metadata.description
+    main = r"https://github\.com/[\w-]+/grpo_kernels/(?:blob|raw)/main/"
     paths = re.findall(rf'{main}([^)#"]*)', shown)
     assert len(paths) > 10 and [path for path in paths if not (ROOT / path).exists()] == []
     assert re.findall(r'\]\((?!https://|#).*?\)|src(?:set)?="(?!https://).*?"', shown) == []
